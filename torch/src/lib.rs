@@ -1,0 +1,148 @@
+//! Everything about libtorch that the other crates need and tch does not offer in the shape they need it: exact bytes in and
+//! out, devices and kinds by name, per-thread CPU threads, and a guard that turns a C++ exception into an error.
+//!
+//! This is the only crate in which `unsafe` may appear; today it needs none.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use tch::{Device, Kind, TchError, Tensor};
+
+/// What can go wrong between a recipe's words and libtorch.
+#[derive(Debug, thiserror::Error)]
+pub enum TorchError {
+    #[error("unknown device `{0}`: use `cpu` or `cuda:N`")]
+    UnknownDevice(String),
+    #[error("device `{name}` is not available: this machine shows libtorch {count} CUDA devices; use `cpu` or one of them")]
+    NoSuchDevice { name: String, count: i64 },
+    #[error("libtorch failed while {doing}: {message}")]
+    Failed { doing: String, message: String },
+}
+
+/// A device from its recipe name (`cpu`, `cuda`, `cuda:1`), checked to exist.
+pub fn device(name: &str) -> Result<Device, TorchError> {
+    let index = match name {
+        "cpu" => return Ok(Device::Cpu),
+        "cuda" => Some(0),
+        _ => name.strip_prefix("cuda:").and_then(|digits| digits.parse::<usize>().ok()),
+    };
+    let index = index.ok_or_else(|| TorchError::UnknownDevice(name.to_string()))?;
+    let count = tch::Cuda::device_count();
+    if (index as i64) < count { Ok(Device::Cuda(index)) } else { Err(TorchError::NoSuchDevice { name: name.to_string(), count }) }
+}
+
+/// Whether the device multiplies bf16 matrices in hardware: CUDA does, a CPU only with AVX512-BF16 or AMX.
+pub fn has_bf16_units(device: Device) -> bool {
+    match device {
+        Device::Cuda(_) => true,
+        _ => std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains("avx512_bf16") || text.contains("amx_bf16")),
+    }
+}
+
+/// A tensor with exactly these bytes. `half::bf16` never goes through tch's own conversion, which stores it as f16
+/// (<https://github.com/LaurentMazare/tch-rs/issues/995>).
+pub fn from_bytes(bytes: &[u8], shape: &[i64], kind: Kind) -> Result<Tensor, TchError> {
+    Tensor::f_from_data_size(bytes, shape, kind)
+}
+
+/// The bytes of a tensor in row-major order, whatever its device and strides.
+pub fn to_bytes(tensor: &Tensor) -> Result<Vec<u8>, TchError> {
+    let tensor = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?;
+    let elements = tensor.numel();
+    let mut bytes = vec![0_u8; elements * tensor.kind().elt_size_in_bytes()];
+    tensor.f_copy_data_u8(&mut bytes, elements)?;
+    Ok(bytes)
+}
+
+/// Token ids as a one-dimensional Int64 tensor on `device`.
+pub fn ids_tensor(ids: &[u32], device: Device) -> Tensor {
+    let ids: Vec<i64> = ids.iter().map(|&id| i64::from(id)).collect();
+    Tensor::from_slice(&ids).to_device(device)
+}
+
+/// Positions or row numbers as a one-dimensional Int64 tensor on `device`.
+pub fn index_tensor(indices: &[usize], device: Device) -> Tensor {
+    let indices: Vec<i64> = indices.iter().map(|&index| index as i64).collect();
+    Tensor::from_slice(&indices).to_device(device)
+}
+
+/// The values of a tensor of any shape, read back as f32.
+pub fn to_f32s(tensor: &Tensor) -> Vec<f32> {
+    let tensor = tensor.detach().to_device(Device::Cpu).to_kind(Kind::Float).contiguous();
+    let mut values = vec![0_f32; tensor.numel()];
+    let count = values.len();
+    tensor.copy_data(&mut values, count);
+    values
+}
+
+/// The values of an integer tensor of any shape, read back as token ids.
+pub fn to_ids(tensor: &Tensor) -> Vec<u32> {
+    let tensor = tensor.detach().to_device(Device::Cpu).to_kind(Kind::Int64).contiguous();
+    let mut values = vec![0_i64; tensor.numel()];
+    let count = values.len();
+    tensor.copy_data(&mut values, count);
+    values.into_iter().map(|value| value as u32).collect()
+}
+
+/// Sets the CPU threads that libtorch uses for operations started from *this* thread.
+///
+/// The setting is per thread, so that a target and a drafter on two threads each keep their own cores.
+pub fn set_num_threads(threads: usize) {
+    tch::set_num_threads(threads.max(1) as i32);
+}
+
+/// The cores that this process may use.
+pub fn available_cores() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
+/// Runs `body` and turns a panic in it, such as tch makes of a C++ exception, into an error that says what was being done.
+///
+/// Inside the hot forward the panicking tensor methods keep formulas readable; this guard stands at the edge of each step.
+pub fn guarded<T>(doing: &str, body: impl FnOnce() -> T) -> Result<T, TorchError> {
+    catch_unwind(AssertUnwindSafe(body)).map_err(|panic| {
+        let message = panic
+            .downcast_ref::<String>()
+            .map(String::as_str)
+            .or_else(|| panic.downcast_ref::<&str>().copied())
+            .unwrap_or("a panic without a message");
+        // libtorch appends a C++ stack trace after the first line, which tells a user nothing.
+        let message = message.lines().next().unwrap_or_default().to_string();
+        TorchError::Failed { doing: doing.to_string(), message }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn bf16_bytes_survive_both_ways() {
+        let bytes = [0x80, 0x3f, 0x00, 0xc0]; // 1.0 and -2.0 in bf16.
+        let tensor = from_bytes(&bytes, &[2], Kind::BFloat16).unwrap();
+        assert_eq!(to_f32s(&tensor), [1.0, -2.0]);
+        assert_eq!(to_bytes(&tensor).unwrap(), bytes);
+    }
+
+    #[test]
+    fn bytes_are_in_row_major_order_for_any_strides() {
+        let tensor = Tensor::from_slice(&[1_i64, 2, 3, 4, 5, 6]).view([2, 3]);
+        assert_eq!(to_ids(&tensor.transpose(0, 1)), [1, 4, 2, 5, 3, 6]);
+        assert_eq!(to_bytes(&tensor.transpose(0, 1)).unwrap()[8], 4);
+    }
+
+    #[test]
+    fn a_cpp_exception_becomes_an_error() {
+        let error =
+            guarded("adding", || Tensor::ones([2], (Kind::Float, Device::Cpu)) + Tensor::ones([3], (Kind::Float, Device::Cpu)))
+                .unwrap_err();
+        assert!(error.to_string().starts_with("libtorch failed while adding: "), "{error}");
+    }
+
+    #[test]
+    fn devices_are_checked() {
+        assert_eq!(device("cpu").unwrap(), Device::Cpu);
+        assert!(matches!(device("tpu"), Err(TorchError::UnknownDevice(_))));
+        assert!(matches!(device("cuda:99"), Err(TorchError::NoSuchDevice { .. })));
+    }
+}
