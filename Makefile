@@ -1,0 +1,30 @@
+# Every target that needs libtorch or the sample model runs set-up first; set-up takes no time when nothing is missing.
+
+# rustup puts cargo here, and a shell that is not a login shell may not look there.
+export PATH := $(PATH):$(HOME)/.cargo/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build quickstart test
+
+help:                  ## list these targets
+	@awk -F ' *## *' '/^[a-z]+:.*##/ { sub(/:.*/, "", $$1); printf "  make %-12s%s\n", $$1, $$2 }' Makefile
+
+setup:                 ## fetch libtorch and the sample model, check the tools
+	@python3 setup/setup.py
+
+build: setup           ## build target/release/drafthorse
+	cargo build --release
+
+quickstart: build      ## from nothing to a scored drafter: recipes/quickstart.toml
+	cargo run --release --quiet -- run recipes/quickstart.toml
+
+# rustfmt and clippy are components that a minimal toolchain lacks; the tests themselves do not need them.
+test: setup            ## formatting, lints and all tests
+	python3 -B -m unittest discover --start-directory setup
+	@if cargo fmt --version >/dev/null 2>&1; \
+	then echo "cargo fmt --all --check"; cargo fmt --all --check; \
+	else echo "test: no rustfmt here, formatting is not checked (rustup component add rustfmt)"; fi
+	@if cargo clippy --version >/dev/null 2>&1; \
+	then echo "cargo clippy"; cargo clippy --release --workspace --all-targets -- -D warnings; \
+	else echo "test: no clippy here, lints are not checked (rustup component add clippy)"; fi
+	cargo test --release --workspace

@@ -1,0 +1,36 @@
+//! The recipe of a run: one strict TOML file, read, checked and resolved before anything else happens.
+//!
+//! The way of a recipe: the files of its `extends` chain and the `--set` overrides are sources ([`source`]); each source
+//! is read over the one before it into the recipe as typed ([`typed`], every value with its place in its source); the
+//! recipe as typed is checked, completed by defaults and turned into a [`Recipe`] ([`validate`]). Only a [`Recipe`] leaves
+//! this crate, so that nobody else meets an absent field, a relative path or an impossible value.
+
+mod error;
+mod paths;
+mod recipe;
+mod source;
+#[cfg(test)]
+mod tests;
+mod typed;
+mod validate;
+
+use std::path::Path;
+
+pub use error::RecipeError;
+pub use recipe::{
+    Benchmark, Data, Decoder, Devices, Drafter, DrafterKind, Dtype, Evaluate, Labels, Prune, Recipe, Regenerate, Target, Train,
+};
+pub use source::Place;
+
+/// Reads the recipe at `path`, the recipes it extends, and then `overrides` of the form `key.path=VALUE`, the later ones
+/// winning. VALUE is TOML, or else taken as a bare string.
+///
+/// Errors name the file, line and key of the first thing that is wrong; see [`RecipeError`].
+pub fn load(path: &Path, overrides: &[String]) -> Result<Recipe, RecipeError> {
+    let mut typed = typed::Recipe::default();
+    typed::read_file(&mut typed, path, None, &mut Vec::new())?;
+    for text in overrides {
+        typed::read_override(&mut typed, text)?;
+    }
+    validate::validate(&typed, path)
+}

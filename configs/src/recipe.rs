@@ -1,0 +1,237 @@
+//! The recipe as validated: every value present and possible, every path absolute. Field names are the recipe's keys.
+
+use std::path::PathBuf;
+
+use serde::Serialize;
+
+/// A whole run, ready to be carried out.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Recipe {
+    /// Names the run's folder: letters, digits, `-`, `_` and `.`.
+    pub name: String,
+    /// The seed of every random draw.
+    pub seed: u64,
+    pub target: Target,
+    pub drafter: Drafter,
+    pub data: Data,
+    pub regenerate: Regenerate,
+    pub train: Train,
+    pub prune: Prune,
+    pub evaluate: Evaluate,
+    pub devices: Devices,
+    /// The file this was loaded from, as it was given; not part of the recipe's text.
+    #[serde(skip)]
+    pub file: PathBuf,
+}
+
+/// The model whose output must not change.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Target {
+    /// An absolute path to a folder or `.gguf` file, or a hub id.
+    pub model: String,
+    /// The branch, tag or commit of a hub id.
+    pub revision: String,
+    pub dtype: Dtype,
+    /// Whether the chat template asks for thinking; stored in every artefact.
+    pub thinking: bool,
+}
+
+/// The model that proposes blocks of tokens.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Drafter {
+    pub kind: DrafterKind,
+    /// The pretrained weights it starts from: an absolute path to a folder or `.gguf` file, or a hub id.
+    pub init: String,
+    /// The layers of `init` to keep, ascending; all when this and `keep_layers` are absent.
+    pub layers: Option<Vec<usize>>,
+    /// How many layers of `init` to keep, spread evenly; never together with `layers`.
+    pub keep_layers: Option<usize>,
+    /// Tokens a block holds, the anchor included; at least 2.
+    pub block_size: usize,
+    pub dtype: Dtype,
+    pub labels: Labels,
+    /// The token id that stands for a token still to be proposed.
+    pub mask_token: u32,
+    /// Whether a head that is tied to the embedding becomes its own parameter.
+    pub untie_head: bool,
+}
+
+/// The prompts, and how they are split.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Data {
+    /// Prompt files, absolute, globs expanded; no file twice.
+    pub prompts: Vec<PathBuf>,
+    /// The most tokens that prompt and response may have together.
+    pub max_tokens: usize,
+    /// The fraction of responses kept from training, at least 0 and less than 1.
+    pub holdout: f64,
+    /// Use only the first so many prompts.
+    pub limit: Option<usize>,
+}
+
+/// How the target writes its responses.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Regenerate {
+    /// 0 is greedy.
+    pub temperature: f64,
+    pub top_p: f64,
+    /// 0 leaves the vocabulary whole.
+    pub top_k: usize,
+    pub max_new_tokens: usize,
+    /// Responses written at once.
+    pub batch_rows: usize,
+}
+
+/// How the drafter is trained.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Train {
+    /// Anchors drawn from a response each epoch.
+    pub anchors: usize,
+    /// The decay of the position weights exp(-j / gamma).
+    pub gamma: f64,
+    /// The weight of the next-token loss beside the block loss.
+    pub ar_weight: f64,
+    /// The peak of the schedule.
+    pub learning_rate: f64,
+    pub steps: usize,
+    pub batch_responses: usize,
+    /// The fraction of the steps over which the learning rate rises.
+    pub warmup: f64,
+    /// The learning rate at the last step, as a fraction of the peak.
+    pub minimum_learning_rate: f64,
+    pub weight_decay: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    /// The largest norm of the gradient.
+    pub clip: f64,
+    /// Rows of logits computed at once.
+    pub chunk_rows: usize,
+    /// Whether layers run again in the backward to save memory.
+    pub recompute: bool,
+    pub save_every: usize,
+    pub evaluate_every: usize,
+    /// Held-out responses that each of these evaluations replays.
+    pub evaluate_responses: usize,
+    /// Checkpoints kept, the newest ones.
+    pub keep_last: usize,
+}
+
+/// How layers are removed and the drafter recovers.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Prune {
+    /// Layers to remove; absent: as many as `keep_tau` and `min_layers` allow. 0 when the recipe has no such section.
+    pub remove: Option<usize>,
+    /// Never fewer layers than these.
+    pub min_layers: usize,
+    /// The fraction of the unpruned drafter's tau that has to stay.
+    pub keep_tau: f64,
+    /// Steps of recovery after each removal.
+    pub recovery_steps: usize,
+    pub learning_rate: f64,
+    pub ar_weight: f64,
+    /// By how much the right token's logit leads in the corrected teacher.
+    pub margin: f64,
+    /// The temperature of the distillation.
+    pub temperature: f64,
+    /// Held-out responses that the tau loss of a layer is measured on.
+    pub responses: usize,
+    /// Anchors in each of these responses.
+    pub anchors: usize,
+}
+
+/// How checkpoints are scored.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Evaluate {
+    pub benchmarks: Vec<Benchmark>,
+    pub decoders: Vec<Decoder>,
+    /// Rejection positions that have continuations.
+    pub positions: usize,
+    /// Continuations a rejection position has.
+    pub candidates: usize,
+    /// Use only the first so many prompts of each benchmark.
+    pub limit: Option<usize>,
+    pub max_new_tokens: usize,
+    /// 0 is greedy.
+    pub temperature: f64,
+    pub top_p: f64,
+    /// 0 leaves the vocabulary whole.
+    pub top_k: usize,
+}
+
+/// A file of prompts to score on; written in a recipe as its path.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(into = "PathBuf")]
+pub struct Benchmark {
+    /// The file's name without its extension.
+    pub name: String,
+    /// Absolute.
+    pub path: PathBuf,
+}
+
+impl From<Benchmark> for PathBuf {
+    fn from(benchmark: Benchmark) -> Self {
+        benchmark.path
+    }
+}
+
+/// Where the models run: `cpu` or `cuda:N`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Devices {
+    pub target: String,
+    pub drafter: String,
+}
+
+/// What a model computes in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Dtype {
+    /// bf16 on GPUs and on CPUs with bf16 matrix units, else f32.
+    Auto,
+    F32,
+    Bf16,
+}
+
+/// Which token a slot of a block predicts: slot j the token at anchor + j, or the next one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Labels {
+    InPlace,
+    Next,
+}
+
+/// What a drafter is built like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DrafterKind {
+    D3d,
+}
+
+/// How drafter and target take turns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Decoder {
+    Autoregressive,
+    Lockstep,
+    Asynchronous,
+}
+
+impl Recipe {
+    /// The resolved recipe: every field with its value. Loading it gives an equal recipe, but for `file`.
+    pub fn to_toml(&self) -> String {
+        toml::to_string(self).unwrap_or_else(|error| unreachable!("a validated recipe holds only what TOML can: {error}"))
+    }
+
+    /// The fields of one section as (key path, value in TOML), in the recipe's order; of a key outside all sections, its
+    /// own. Fields that are absent are left out, and an unknown name gives nothing.
+    pub fn section(&self, name: &str) -> Vec<(String, String)> {
+        let tree = toml::Table::try_from(self)
+            .unwrap_or_else(|error| unreachable!("a validated recipe holds only what TOML can: {error}"));
+        match tree.get(name) {
+            Some(toml::Value::Table(section)) => {
+                section.iter().map(|(key, value)| (format!("{name}.{key}"), value.to_string())).collect()
+            }
+            Some(value) => vec![(name.to_string(), value.to_string())],
+            None => Vec::new(),
+        }
+    }
+}

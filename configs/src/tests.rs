@@ -1,0 +1,296 @@
+//! Recipes as a whole: what loads, what is filled in, and what every key changes.
+#![allow(clippy::unwrap_used)]
+
+mod faults;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use super::*;
+
+const MINIMAL: &str = r#"name = "small"
+
+[target]
+model = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+[drafter]
+init = "model.gguf"
+block_size = 8
+mask_token = 16
+
+[data]
+prompts = ["prompts.jsonl"]
+
+[train]
+steps = 65
+batch_responses = 4
+"#;
+
+/// A folder with the files that the recipes of these tests name.
+struct Folder {
+    _guard: tempfile::TempDir,
+    path: PathBuf,
+}
+
+impl Folder {
+    fn new() -> Self {
+        let guard = tempfile::tempdir().unwrap();
+        let path = guard.path().canonicalize().unwrap();
+        let folder = Self { _guard: guard, path };
+        for file in ["model.gguf", "prompts.jsonl", "part-2.jsonl", "part-1.jsonl", "gsm8k.jsonl"] {
+            folder.write(file, "");
+        }
+        folder
+    }
+
+    fn write(&self, file: &str, text: &str) -> PathBuf {
+        let path = self.path.join(file);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, text).unwrap();
+        path
+    }
+
+    fn load(&self, text: &str, overrides: &[&str]) -> Result<Recipe, RecipeError> {
+        let overrides: Vec<String> = overrides.iter().map(|text| text.to_string()).collect();
+        load(&self.write("recipe.toml", text), &overrides)
+    }
+
+    /// What is said about a faulty recipe, without the folder's own path.
+    fn message(&self, text: &str, overrides: &[&str]) -> String {
+        let error = self.load(text, overrides).expect_err("this recipe is faulty");
+        error.to_string().replace(&format!("{}/", self.path.display()), "")
+    }
+
+    /// What is said when the lines of the minimal recipe that start like `line` are replaced by it.
+    fn message_with(&self, line: &str) -> String {
+        let key = line.split('=').next().unwrap();
+        assert!(MINIMAL.lines().any(|other| other.starts_with(key)), "{key}");
+        let replaced = |other: &str| if other.starts_with(key) { line.to_string() } else { other.to_string() };
+        self.message(&MINIMAL.lines().map(replaced).collect::<Vec<_>>().join("\n"), &[])
+    }
+}
+
+#[test]
+fn defaults_complete_a_minimal_recipe() {
+    let folder = Folder::new();
+    let recipe = folder.load(MINIMAL, &[]).unwrap();
+    let file = folder.path.join("recipe.toml");
+    let text = |name: &str| String::from(name);
+    let expected = Recipe {
+        name: text("small"),
+        seed: 0,
+        target: Target {
+            model: text("HuggingFaceTB/SmolLM2-135M-Instruct"),
+            revision: text("main"),
+            dtype: Dtype::Auto,
+            thinking: false,
+        },
+        drafter: Drafter {
+            kind: DrafterKind::D3d,
+            init: folder.path.join("model.gguf").to_str().unwrap().to_string(),
+            layers: None,
+            keep_layers: None,
+            block_size: 8,
+            dtype: Dtype::Auto,
+            labels: Labels::InPlace,
+            mask_token: 16,
+            untie_head: false,
+        },
+        data: Data { prompts: vec![folder.path.join("prompts.jsonl")], max_tokens: 4096, holdout: 0.01, limit: None },
+        regenerate: Regenerate { temperature: 0.0, top_p: 1.0, top_k: 0, max_new_tokens: 2048, batch_rows: 32 },
+        train: Train {
+            anchors: 128,
+            gamma: 4.0,
+            ar_weight: 1.0,
+            learning_rate: 2e-5,
+            steps: 65,
+            batch_responses: 4,
+            warmup: 0.04,
+            minimum_learning_rate: 0.1,
+            weight_decay: 0.0,
+            beta1: 0.9,
+            beta2: 0.95,
+            clip: 1.0,
+            chunk_rows: 512,
+            recompute: true,
+            save_every: 7,
+            evaluate_every: 7,
+            evaluate_responses: 64,
+            keep_last: 2,
+        },
+        prune: Prune {
+            remove: Some(0),
+            min_layers: 1,
+            keep_tau: 0.99,
+            recovery_steps: 10_000,
+            learning_rate: 2e-5 / 5.0,
+            ar_weight: 1.0,
+            margin: 0.5,
+            temperature: 1.0,
+            responses: 64,
+            anchors: 16,
+        },
+        evaluate: Evaluate {
+            benchmarks: vec![],
+            decoders: vec![Decoder::Autoregressive, Decoder::Lockstep, Decoder::Asynchronous],
+            positions: 11,
+            candidates: 2,
+            limit: None,
+            max_new_tokens: 2048,
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: 0,
+        },
+        devices: Devices { target: text("cpu"), drafter: text("cpu") },
+        file,
+    };
+    assert_eq!(recipe, expected);
+}
+
+#[test]
+fn defaults_follow_other_values() {
+    let folder = Folder::new();
+    for (block_size, gamma) in [(2, 4.0), (9, 4.0), (10, 5.0), (15, 5.0), (16, 7.0), (32, 7.0)] {
+        let recipe = folder.load(MINIMAL, &[&format!("drafter.block_size={block_size}")]).unwrap();
+        assert_eq!(recipe.train.gamma, gamma, "block {block_size}");
+    }
+    let recipe = folder.load(MINIMAL, &["train.learning_rate=1e-3", "train.ar_weight=0.25"]).unwrap();
+    assert_eq!((recipe.prune.learning_rate, recipe.prune.ar_weight), (1e-3 / 5.0, 0.25));
+    assert_eq!(folder.load(&format!("{MINIMAL}[prune]"), &[]).unwrap().prune.remove, None);
+    assert_eq!(folder.load(MINIMAL, &["prune.keep_tau=0.9"]).unwrap().prune.remove, None);
+}
+
+#[test]
+fn every_key_changes_the_recipe() {
+    let folder = Folder::new();
+    // One valid value for each key, other than what the minimal recipe or a default gives it.
+    let values = r#"
+        name="other" seed=7
+        target.model="Qwen/Qwen3-8B" target.revision="v2" target.dtype="f32" target.thinking=true
+        drafter.init="Qwen/Qwen3-0.6B" drafter.layers=[0,2] drafter.keep_layers=3 drafter.block_size=16 drafter.dtype="bf16"
+        drafter.labels="next" drafter.mask_token=17 drafter.untie_head=true
+        data.prompts=["part-*.jsonl"] data.max_tokens=256 data.holdout=0 data.limit=5
+        regenerate.temperature=0.7 regenerate.top_p=0.8 regenerate.top_k=20 regenerate.max_new_tokens=96 regenerate.batch_rows=8
+        train.anchors=16 train.gamma=3.5 train.ar_weight=0.5 train.learning_rate=1e-4 train.steps=66 train.batch_responses=5
+        train.warmup=0.1 train.minimum_learning_rate=0 train.weight_decay=0.01 train.beta1=0.8 train.beta2=0.99 train.clip=2
+        train.chunk_rows=128 train.recompute=false train.save_every=20 train.evaluate_every=30 train.evaluate_responses=8
+        train.keep_last=3
+        prune.remove=2 prune.min_layers=4 prune.keep_tau=0.9 prune.recovery_steps=5 prune.learning_rate=1e-3 prune.ar_weight=0
+        prune.margin=1 prune.temperature=2 prune.responses=3 prune.anchors=2
+        evaluate.benchmarks=["gsm8k.jsonl"] evaluate.decoders=["lockstep"] evaluate.positions=7 evaluate.candidates=1
+        evaluate.limit=8 evaluate.max_new_tokens=64 evaluate.temperature=1 evaluate.top_p=0.5 evaluate.top_k=3
+        devices.target="cuda:0" devices.drafter="cuda:1"
+    "#;
+    let assignments: Vec<(&str, &str)> = values.split_whitespace().map(|pair| pair.split_once('=').unwrap()).collect();
+
+    let mut given: BTreeSet<String> = assignments.iter().map(|(key, _)| key.to_string()).collect();
+    // These have one valid value, or none of their own.
+    given.extend(["extends", "drafter.kind", "regenerate.engine"].map(String::from));
+    assert_eq!(given, typed::Recipe::key_paths().into_iter().collect(), "this test names every key");
+
+    // With the section present from the start, a key of [prune] cannot change the recipe by its presence alone.
+    let text = format!("{MINIMAL}\n[prune]\n");
+    let before = folder.load(&text, &[]).unwrap();
+    for (key, value) in assignments {
+        let (section, name) = key.split_once('.').unwrap_or(("", key));
+        let layer = folder.write(
+            "changed.toml",
+            &if section.is_empty() {
+                format!("extends = \"recipe.toml\"\n{name} = {value}\n")
+            } else {
+                format!("extends = \"recipe.toml\"\n[{section}]\n{name} = {value}\n")
+            },
+        );
+        let after = load(&layer, &[]).unwrap();
+        let changed: Vec<String> =
+            flattened(&after).into_iter().filter(|pair| !flattened(&before).contains(pair)).map(|pair| pair.0).collect();
+        assert!(changed.contains(&key.to_string()), "{key} = {value} changes {changed:?}");
+        let follows = matches!(key, "drafter.block_size" | "train.learning_rate" | "train.ar_weight");
+        assert_eq!(changed.len(), if follows { 2 } else { 1 }, "{key} = {value} changes {changed:?}");
+    }
+}
+
+/// Every field of a recipe as (key path, value).
+fn flattened(recipe: &Recipe) -> Vec<(String, String)> {
+    let names = "name seed target drafter data regenerate train prune evaluate devices";
+    names.split(' ').flat_map(|name| recipe.section(name)).collect()
+}
+
+#[test]
+fn resolved_recipe_loads_back_equal() {
+    let folder = Folder::new();
+    let elsewhere = Folder::new();
+    let rich = ["drafter.layers=[0, 3, 5]", "data.prompts=[\"/dev/null\"]", "prune.margin=0.1", "train.learning_rate=3e-7"];
+    let absolute = format!("evaluate.benchmarks=[\"{}/gsm8k.jsonl\"]", folder.path.display());
+    for overrides in
+        [vec![], rich[..1].to_vec(), [&rich[2..], &[absolute.as_str()], &["prune.remove=3", "target.dtype=bf16"]].concat()]
+    {
+        let recipe = folder.load(MINIMAL, &overrides).unwrap();
+        let resolved = recipe.to_toml();
+        let loaded = elsewhere.load(&resolved, &[]).unwrap();
+        assert_eq!(Recipe { file: recipe.file.clone(), ..loaded }, recipe, "{resolved}");
+    }
+    let keys: BTreeSet<String> = flattened(&folder.load(MINIMAL, &[]).unwrap()).into_iter().map(|pair| pair.0).collect();
+    for key in typed::Recipe::key_paths() {
+        let is_absent = ["extends", "regenerate.engine", "drafter.layers", "drafter.keep_layers", "data.limit", "evaluate.limit"];
+        assert_ne!(keys.contains(&key), is_absent.contains(&key.as_str()), "{key}");
+    }
+}
+
+#[test]
+fn section_lists_its_fields() {
+    let recipe = Folder::new().load(MINIMAL, &["devices.drafter=cuda:3"]).unwrap();
+    let pair = |key: &str, value: &str| (key.to_string(), value.to_string());
+    assert_eq!(recipe.section("devices"), [pair("devices.target", "\"cpu\""), pair("devices.drafter", "\"cuda:3\"")]);
+    assert_eq!(recipe.section("name"), [pair("name", "\"small\"")]);
+    assert_eq!(recipe.section("train")[0], pair("train.anchors", "128"));
+    assert_eq!(recipe.section("nothing"), []);
+}
+
+#[test]
+fn every_shipped_recipe_loads() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    assert!(root.join(".models/SmolLM2-135M-Instruct.Q4_1.gguf").exists(), "run `make setup` first");
+    let mut names = Vec::new();
+    for entry in fs::read_dir(root.join("recipes")).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|extension| extension == "toml") {
+            let recipe = load(&path, &[]).unwrap_or_else(|error| panic!("{error}"));
+            names.push(recipe.name);
+        }
+    }
+    assert!(names.contains(&String::from("quickstart")), "{names:?}");
+}
+
+#[test]
+fn paths_start_from_the_file_that_names_them() {
+    let folder = Folder::new();
+    folder.write("base/prompts.jsonl", "");
+    folder.write("base/local/config.json", "");
+    folder.write("base/base.toml", &MINIMAL.replace("model.gguf", "local"));
+    let recipe = folder.load("extends = \"base/base.toml\"\n[evaluate]\nbenchmarks = [\"./gsm8k.jsonl\"]", &[]).unwrap();
+    assert_eq!(recipe.drafter.init, folder.path.join("base/local").to_str().unwrap());
+    assert_eq!(recipe.data.prompts, [folder.path.join("base/prompts.jsonl")]);
+    assert_eq!(recipe.evaluate.benchmarks, [Benchmark { name: "gsm8k".into(), path: folder.path.join("gsm8k.jsonl") }]);
+    let text = MINIMAL.replace("[\"prompts.jsonl\"]", "[\"prompts.jsonl\", \"p*.jsonl\", \"../*/part-1.jsonl\"]");
+    assert!(folder.load(&text, &[]).is_err(), "`*` stands in file names only");
+    let recipe =
+        folder.load(&text.replace("*/", &format!("{}/", folder.path.file_name().unwrap().to_str().unwrap())), &[]).unwrap();
+    let names = ["prompts.jsonl", "part-1.jsonl", "part-2.jsonl"];
+    assert_eq!(recipe.data.prompts, names.map(|name| folder.path.join(name)));
+}
+
+#[test]
+fn later_sources_win() {
+    let folder = Folder::new();
+    folder.write("first.toml", MINIMAL);
+    folder.write("second.toml", "extends = \"first.toml\"\nseed = 2\n[train]\nsteps = 200\nanchors = 2");
+    let text = "extends = \"second.toml\"\n[train]\nanchors = 3";
+    let recipe = folder
+        .load(text, &["train.gamma=1", "train.gamma = 2.5", "target.revision=a-branch", "devices.target = cuda:0"])
+        .unwrap();
+    assert_eq!((recipe.name.as_str(), recipe.seed, recipe.train.steps), ("small", 2, 200));
+    assert_eq!((recipe.train.anchors, recipe.train.gamma, recipe.train.batch_responses), (3, 2.5, 4));
+    assert_eq!((recipe.target.revision.as_str(), recipe.devices.target.as_str()), ("a-branch", "cuda:0"));
+}

@@ -1,0 +1,331 @@
+//! The recipe as typed -> the recipe as validated: defaults, ranges, choices, paths. All rules are here.
+
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::source::{Place, Source};
+use crate::typed::{self, Field, FromToml, Section, Written};
+use crate::{
+    Benchmark, Data, Decoder, Devices, Drafter, DrafterKind, Dtype, Evaluate, Labels, Prune, Recipe, RecipeError, Regenerate,
+    Target, Train, paths,
+};
+
+const DTYPES: &[(&str, Dtype)] = &[("auto", Dtype::Auto), ("f32", Dtype::F32), ("bf16", Dtype::Bf16)];
+const LABELS: &[(&str, Labels)] = &[("in_place", Labels::InPlace), ("next", Labels::Next)];
+const DECODERS: &[(&str, Decoder)] =
+    &[("autoregressive", Decoder::Autoregressive), ("lockstep", Decoder::Lockstep), ("asynchronous", Decoder::Asynchronous)];
+
+/// Checks and completes what was typed; `file` is the recipe that was asked for.
+pub(crate) fn validate(typed: &typed::Recipe, file: &Path) -> Result<Recipe, RecipeError> {
+    let whole_file = whole_file(file);
+    let name = required(&typed.name, &whole_file)?;
+    let is_fine = |it: char| it.is_ascii_alphanumeric() || "-_.".contains(it);
+    if name.value.is_empty() || name.value.starts_with('.') || !name.value.chars().all(is_fine) {
+        let fault = "must be letters, digits, `-`, `_` and `.`, the first not a `.`";
+        return Err(bad(typed.name.key, &name.place, fault));
+    }
+    let drafter = drafter(&typed.drafter, &whole_file)?;
+    let train = train(&typed.train, drafter.block_size, &whole_file)?;
+    Ok(Recipe {
+        name: name.value.clone(),
+        seed: any(&typed.seed, 0),
+        target: target(&typed.target, &whole_file)?,
+        data: data(&typed.data, &whole_file)?,
+        regenerate: regenerate(&typed.regenerate.fields)?,
+        prune: prune(&typed.prune, &train)?,
+        evaluate: evaluate(&typed.evaluate.fields)?,
+        devices: devices(&typed.devices.fields)?,
+        drafter,
+        train,
+        file: file.to_path_buf(),
+    })
+}
+
+fn target(section: &Section<typed::Target>, whole_file: &Place) -> Result<Target, RecipeError> {
+    let fields = &section.fields;
+    Ok(Target {
+        model: paths::model(fields.model.key, required(&fields.model, section_or(section, whole_file))?)?,
+        revision: any(&fields.revision, String::from("main")),
+        dtype: choice(&fields.dtype, Dtype::Auto, DTYPES)?,
+        thinking: any(&fields.thinking, false),
+    })
+}
+
+fn drafter(section: &Section<typed::Drafter>, whole_file: &Place) -> Result<Drafter, RecipeError> {
+    let fields = &section.fields;
+    let place = section_or(section, whole_file);
+    if let Some(kind) = fields.kind.written.as_ref().filter(|kind| kind.value != "d3d") {
+        let fault = format!("`{}` is not supported yet; supported: `d3d`", kind.value);
+        return Err(bad(fields.kind.key, &kind.place, &fault));
+    }
+    if let (Some(_), Some(keep_layers)) = (&fields.layers.written, &fields.keep_layers.written) {
+        return Err(bad(fields.keep_layers.key, &keep_layers.place, "cannot stand beside `drafter.layers`; keep one of them"));
+    }
+    let block_size = required(&fields.block_size, place)?;
+    Ok(Drafter {
+        kind: DrafterKind::D3d,
+        init: paths::model(fields.init.key, required(&fields.init, place)?)?,
+        layers: layers(&fields.layers)?,
+        keep_layers: optional_count(&fields.keep_layers)?,
+        block_size: within(&fields.block_size, block_size, |size| *size >= 2, "must be at least 2, an anchor and a mask")?,
+        dtype: choice(&fields.dtype, Dtype::Auto, DTYPES)?,
+        labels: choice(&fields.labels, Labels::InPlace, LABELS)?,
+        mask_token: required(&fields.mask_token, place)?.value,
+        untie_head: any(&fields.untie_head, false),
+    })
+}
+
+fn layers(field: &Field<Vec<Written<usize>>>) -> Result<Option<Vec<usize>>, RecipeError> {
+    let Some(written) = &field.written else { return Ok(None) };
+    if written.value.is_empty() {
+        return Err(bad(field.key, &written.place, "must name at least one layer; leave it out to keep all"));
+    }
+    for pair in written.value.windows(2) {
+        if pair[0].value >= pair[1].value {
+            let fault = format!("must ascend without repeats, but {} follows {}", pair[1].value, pair[0].value);
+            return Err(bad(field.key, &pair[1].place, &fault));
+        }
+    }
+    Ok(Some(written.value.iter().map(|layer| layer.value).collect()))
+}
+
+fn data(section: &Section<typed::Data>, whole_file: &Place) -> Result<Data, RecipeError> {
+    let fields = &section.fields;
+    let written = required(&fields.prompts, section_or(section, whole_file))?;
+    if written.value.is_empty() {
+        return Err(bad(fields.prompts.key, &written.place, "must name at least one file"));
+    }
+    let mut prompts: Vec<PathBuf> = Vec::new();
+    for entry in &written.value {
+        // A file that two entries name is read once.
+        let new = paths::files(fields.prompts.key, entry)?.into_iter().filter(|path| !prompts.contains(path));
+        let new: Vec<PathBuf> = new.collect();
+        prompts.extend(new);
+    }
+    let one_to_learn_from = "must be at least 2, a token and the one that it predicts";
+    Ok(Data {
+        prompts,
+        max_tokens: checked(&fields.max_tokens, 4096, |tokens| *tokens >= 2, one_to_learn_from)?,
+        holdout: checked(&fields.holdout, 0.01, |part| (0.0..1.0).contains(part), "must be at least 0 and less than 1")?,
+        limit: optional_count(&fields.limit)?,
+    })
+}
+
+fn regenerate(fields: &typed::Regenerate) -> Result<Regenerate, RecipeError> {
+    if let Some(engine) = &fields.engine.written {
+        match engine.value.as_str() {
+            "builtin" => {}
+            "server" => {
+                let fault = "`server` is not available yet; available: `builtin`";
+                return Err(bad(fields.engine.key, &engine.place, fault));
+            }
+            other => return Err(bad(fields.engine.key, &engine.place, &format!("must be `builtin`, not `{other}`"))),
+        }
+    }
+    Ok(Regenerate {
+        temperature: not_negative(&fields.temperature, 0.0)?,
+        top_p: share(&fields.top_p, 1.0)?,
+        top_k: any(&fields.top_k, 0),
+        max_new_tokens: count(&fields.max_new_tokens, 2048)?,
+        batch_rows: count(&fields.batch_rows, 32)?,
+    })
+}
+
+fn train(section: &Section<typed::Train>, block_size: usize, whole_file: &Place) -> Result<Train, RecipeError> {
+    let fields = &section.fields;
+    let place = section_or(section, whole_file);
+    let steps = required_count(&fields.steps, place)?;
+    let gamma = match block_size {
+        16.. => 7.0,
+        10..16 => 5.0,
+        _ => 4.0,
+    };
+    Ok(Train {
+        anchors: count(&fields.anchors, 128)?,
+        gamma: positive(&fields.gamma, gamma)?,
+        ar_weight: not_negative(&fields.ar_weight, 1.0)?,
+        learning_rate: positive(&fields.learning_rate, 2e-5)?,
+        steps,
+        batch_responses: required_count(&fields.batch_responses, place)?,
+        warmup: fraction(&fields.warmup, 0.04)?,
+        minimum_learning_rate: fraction(&fields.minimum_learning_rate, 0.1)?,
+        weight_decay: not_negative(&fields.weight_decay, 0.0)?,
+        beta1: below_one(&fields.beta1, 0.9)?,
+        beta2: below_one(&fields.beta2, 0.95)?,
+        clip: positive(&fields.clip, 1.0)?,
+        chunk_rows: count(&fields.chunk_rows, 512)?,
+        recompute: any(&fields.recompute, true),
+        save_every: count(&fields.save_every, steps.div_ceil(10))?,
+        evaluate_every: count(&fields.evaluate_every, steps.div_ceil(10))?,
+        evaluate_responses: count(&fields.evaluate_responses, 64)?,
+        keep_last: count(&fields.keep_last, 2)?,
+    })
+}
+
+fn prune(section: &Section<typed::Prune>, train: &Train) -> Result<Prune, RecipeError> {
+    let fields = &section.fields;
+    Ok(Prune {
+        // Without the section nothing is pruned; with it, as much as the other limits allow.
+        remove: if section.place.is_none() { Some(0) } else { fields.remove.written.as_ref().map(|remove| remove.value) },
+        min_layers: count(&fields.min_layers, 1)?,
+        keep_tau: share(&fields.keep_tau, 0.99)?,
+        recovery_steps: any(&fields.recovery_steps, 10_000),
+        learning_rate: positive(&fields.learning_rate, train.learning_rate / 5.0)?,
+        ar_weight: not_negative(&fields.ar_weight, train.ar_weight)?,
+        margin: not_negative(&fields.margin, 0.5)?,
+        temperature: positive(&fields.temperature, 1.0)?,
+        responses: count(&fields.responses, 64)?,
+        anchors: count(&fields.anchors, 16)?,
+    })
+}
+
+fn evaluate(fields: &typed::Evaluate) -> Result<Evaluate, RecipeError> {
+    Ok(Evaluate {
+        benchmarks: benchmarks(&fields.benchmarks)?,
+        decoders: decoders(&fields.decoders)?,
+        positions: count(&fields.positions, 11)?,
+        candidates: count(&fields.candidates, 2)?,
+        limit: optional_count(&fields.limit)?,
+        max_new_tokens: count(&fields.max_new_tokens, 2048)?,
+        temperature: not_negative(&fields.temperature, 0.0)?,
+        top_p: share(&fields.top_p, 1.0)?,
+        top_k: any(&fields.top_k, 0),
+    })
+}
+
+fn benchmarks(field: &Field<Vec<Written<String>>>) -> Result<Vec<Benchmark>, RecipeError> {
+    let mut benchmarks: Vec<Benchmark> = Vec::new();
+    for written in field.written.iter().flat_map(|written| &written.value) {
+        let path = paths::file(field.key, written)?;
+        let name = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+        if benchmarks.iter().any(|other| other.name == name) {
+            let fault = format!("names two files `{name}`, which scores could not tell apart; rename one");
+            return Err(bad(field.key, &written.place, &fault));
+        }
+        benchmarks.push(Benchmark { name, path });
+    }
+    Ok(benchmarks)
+}
+
+fn decoders(field: &Field<Vec<Written<String>>>) -> Result<Vec<Decoder>, RecipeError> {
+    let Some(written) = &field.written else { return Ok(DECODERS.iter().map(|(_, decoder)| *decoder).collect()) };
+    if written.value.is_empty() {
+        return Err(bad(field.key, &written.place, "must name at least one decoder"));
+    }
+    let mut decoders = Vec::new();
+    for item in &written.value {
+        let decoder = chosen(field.key, item, DECODERS)?;
+        if decoders.contains(&decoder) {
+            return Err(bad(field.key, &item.place, &format!("names `{}` twice", item.value)));
+        }
+        decoders.push(decoder);
+    }
+    Ok(decoders)
+}
+
+fn devices(fields: &typed::Devices) -> Result<Devices, RecipeError> {
+    Ok(Devices { target: device(&fields.target)?, drafter: device(&fields.drafter)? })
+}
+
+fn device(field: &Field<String>) -> Result<String, RecipeError> {
+    let is_device = |name: &String| {
+        let index = name.strip_prefix("cuda:").filter(|index| index.chars().all(|digit| digit.is_ascii_digit()));
+        name == "cpu" || index.is_some_and(|index| index.parse::<u8>().is_ok())
+    };
+    checked(field, String::from("cpu"), is_device, "must be `cpu` or `cuda:N`")
+}
+
+// Rules that many fields share. Each takes the default that stands when nothing was written.
+
+fn any<T: Clone>(field: &Field<T>, default: T) -> T {
+    field.written.as_ref().map_or(default, |written| written.value.clone())
+}
+
+fn count(field: &Field<usize>, default: usize) -> Result<usize, RecipeError> {
+    checked(field, default, |value| *value >= 1, "must be at least 1")
+}
+
+fn optional_count(field: &Field<usize>) -> Result<Option<usize>, RecipeError> {
+    field.written.as_ref().map(|_| count(field, 1)).transpose()
+}
+
+fn required_count(field: &Field<usize>, section: &Place) -> Result<usize, RecipeError> {
+    within(field, required(field, section)?, |value| *value >= 1, "must be at least 1")
+}
+
+fn positive(field: &Field<f64>, default: f64) -> Result<f64, RecipeError> {
+    checked(field, default, |value| *value > 0.0, "must be greater than 0")
+}
+
+fn not_negative(field: &Field<f64>, default: f64) -> Result<f64, RecipeError> {
+    checked(field, default, |value| *value >= 0.0, "must be at least 0")
+}
+
+fn fraction(field: &Field<f64>, default: f64) -> Result<f64, RecipeError> {
+    checked(field, default, |value| (0.0..=1.0).contains(value), "must be from 0 to 1")
+}
+
+fn share(field: &Field<f64>, default: f64) -> Result<f64, RecipeError> {
+    checked(field, default, |value| *value > 0.0 && *value <= 1.0, "must be greater than 0 and at most 1")
+}
+
+fn below_one(field: &Field<f64>, default: f64) -> Result<f64, RecipeError> {
+    checked(field, default, |value| (0.0..1.0).contains(value), "must be at least 0 and less than 1")
+}
+
+fn choice<T: Copy>(field: &Field<String>, default: T, choices: &[(&str, T)]) -> Result<T, RecipeError> {
+    field.written.as_ref().map_or(Ok(default), |written| chosen(field.key, written, choices))
+}
+
+fn chosen<T: Copy>(key: &str, written: &Written<String>, choices: &[(&str, T)]) -> Result<T, RecipeError> {
+    choices.iter().find(|(name, _)| *name == written.value).map(|(_, value)| *value).ok_or_else(|| {
+        let names: Vec<String> = choices.iter().map(|(name, _)| format!("`{name}`")).collect();
+        bad(key, &written.place, &format!("must be one of {}, not `{}`", names.join(", "), written.value))
+    })
+}
+
+fn checked<T: Clone + Display>(
+    field: &Field<T>,
+    default: T,
+    is_valid: impl Fn(&T) -> bool,
+    must: &str,
+) -> Result<T, RecipeError> {
+    field.written.as_ref().map_or(Ok(default), |written| within(field, written, is_valid, must))
+}
+
+fn within<T: Clone + Display>(
+    field: &Field<T>,
+    written: &Written<T>,
+    is_valid: impl Fn(&T) -> bool,
+    must: &str,
+) -> Result<T, RecipeError> {
+    if is_valid(&written.value) {
+        return Ok(written.value.clone());
+    }
+    Err(bad(field.key, &written.place, &format!("{must}, not `{}`", written.value)))
+}
+
+/// What was written for a key that has no default; `section` is where it is missed.
+fn required<'a, T: FromToml>(field: &'a Field<T>, section: &Place) -> Result<&'a Written<T>, RecipeError> {
+    field.written.as_ref().ok_or_else(|| {
+        let remedy = match field.key.rsplit_once('.') {
+            Some((section, name)) => format!("`{name} = …` under `[{section}]`, {}", T::ONE),
+            None => format!("`{} = …` at the top, {}", field.key, T::ONE),
+        };
+        RecipeError::MissingKey { at: section.clone(), key: field.key.to_string(), remedy }
+    })
+}
+
+fn section_or<'a, T>(section: &'a Section<T>, whole_file: &'a Place) -> &'a Place {
+    section.place.as_ref().filter(|place| !place.source.is_override).unwrap_or(whole_file)
+}
+
+fn whole_file(file: &Path) -> Place {
+    let source = Source { name: file.display().to_string(), text: String::new(), folder: PathBuf::new(), is_override: false };
+    Place::new(&Arc::new(source), None)
+}
+
+fn bad(key: &str, place: &Place, fault: &str) -> RecipeError {
+    RecipeError::BadValue { at: place.clone(), key: key.to_string(), fault: fault.to_string() }
+}

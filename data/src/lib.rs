@@ -1,0 +1,11 @@
+//! Everything between prompt files and token ids: requests, responses, tokenizer and chat template, supervision, and the
+//! manifests that say which stage is done. Never links libtorch.
+
+pub mod chat;
+pub mod files;
+pub mod gguf;
+pub mod manifest;
+pub mod prompts;
+pub mod responses;
+pub mod supervision;
+pub mod tokenizer;

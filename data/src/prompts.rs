@@ -1,0 +1,264 @@
+//! Prompt files to requests: JSON Lines in the dialects that people have, read line by line, each row either used or
+//! rejected with its file, line and reason. Rows read are always requests plus rejected rows.
+
+mod row;
+
+use crate::files::{name_path, sha256_hex, write_atomically};
+use serde::{Deserialize, Serialize};
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use thiserror::Error;
+
+/// One message of a chat; `role` is `system`, `user` or `assistant`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Message {
+    pub role: String,
+    pub content: String,
+}
+
+/// What the target is asked: a chat that ends with a user message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Request {
+    /// Unique among the requests read together, and the same on every reading.
+    pub id: String,
+    pub messages: Vec<Message>,
+    /// The row's own `source`, else the name of its file.
+    pub source: String,
+}
+
+/// A row that was not used, and why.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Rejected {
+    pub file: String,
+    /// Counted from 1, blank lines included.
+    pub line: usize,
+    pub reason: String,
+    /// The line as it stood; bytes that are not UTF-8 are replaced.
+    pub text: String,
+}
+
+/// All rows of a set of prompt files.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Prompts {
+    pub requests: Vec<Request>,
+    pub rejected: Vec<Rejected>,
+    /// Lines that were not blank; equals `requests.len() + rejected.len()`.
+    pub rows_read: usize,
+    /// Requests whose id had been taken by an earlier one; they got `#2`, `#3` and so on appended.
+    pub duplicate_ids: usize,
+}
+
+/// Why prompt files cannot be used at all.
+#[derive(Debug, Error)]
+pub enum PromptError {
+    #[error("no prompt files are given; set `data.prompts` to one JSON Lines file or more")]
+    NoFiles,
+    #[error("cannot read prompts: {0}")]
+    Read(io::Error),
+    #[error("prompt file `{}` has no rows; it needs one JSON object a line, such as `{{\"prompt\": \"...\"}}`", path.display())]
+    NoRows { path: PathBuf },
+    #[error("none of the {rows} rows of prompt file `{}` can be used; line {line}: {reason}", path.display())]
+    AllRejected { path: PathBuf, rows: usize, line: usize, reason: String },
+}
+
+/// Reads prompt files in the order given.
+///
+/// A row is a JSON object in one of these dialects: `messages` or `conversations` (a list of messages with `role` and
+/// `content`, or `from` and `value`), `prompt` (a text or such a list), `question`, `instruction` with an optional
+/// `input`, `turns` (a list of user texts, of which the first is the request), or `text`. A last message by the
+/// assistant is dropped: it is what regeneration replaces. `id` is the row's `id`, `question_id` or `task_id`, else a
+/// hash of its messages.
+///
+/// # Errors
+/// When a file cannot be read, has no rows, or has no row that can be used. A row that cannot be used is no error while
+/// others can: it is in [`Prompts::rejected`].
+pub fn read(paths: &[PathBuf]) -> Result<Prompts, PromptError> {
+    if paths.is_empty() {
+        return Err(PromptError::NoFiles);
+    }
+    let mut prompts = Prompts::default();
+    for path in paths {
+        read_file(path, &mut prompts)?;
+    }
+    prompts.duplicate_ids = make_ids_unique(&mut prompts.requests);
+    Ok(prompts)
+}
+
+fn read_file(path: &Path, prompts: &mut Prompts) -> Result<(), PromptError> {
+    let read_error = |error| PromptError::Read(name_path(path, &error));
+    let file_name = path.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+    let mut reader = BufReader::new(File::open(path).map_err(read_error)?);
+    let (requests_before, rejected_before) = (prompts.requests.len(), prompts.rejected.len());
+    let mut line = Vec::new();
+    let mut line_number = 0;
+    loop {
+        line.clear();
+        if reader.read_until(b'\n', &mut line).map_err(read_error)? == 0 {
+            break;
+        }
+        line_number += 1;
+        let bytes = if line_number == 1 { without_byte_order_mark(&line) } else { &line };
+        let bytes = bytes.trim_ascii();
+        if bytes.is_empty() {
+            continue;
+        }
+        prompts.rows_read += 1;
+        match row::parse(bytes) {
+            Ok(row) => prompts.requests.push(Request {
+                id: row.id.unwrap_or_else(|| content_hash(&row.messages)),
+                messages: row.messages,
+                source: row.source.unwrap_or_else(|| file_name.clone()),
+            }),
+            Err(reason) => prompts.rejected.push(Rejected {
+                file: path.display().to_string(),
+                line: line_number,
+                reason,
+                text: String::from_utf8_lossy(bytes).into_owned(),
+            }),
+        }
+    }
+    if prompts.requests.len() > requests_before {
+        return Ok(());
+    }
+    match prompts.rejected.get(rejected_before) {
+        None => Err(PromptError::NoRows { path: path.into() }),
+        Some(first) => Err(PromptError::AllRejected {
+            path: path.into(),
+            rows: prompts.rejected.len() - rejected_before,
+            line: first.line,
+            reason: first.reason.clone(),
+        }),
+    }
+}
+
+fn without_byte_order_mark(line: &[u8]) -> &[u8] {
+    line.strip_prefix(b"\xef\xbb\xbf").unwrap_or(line)
+}
+
+/// Roles and contents, each with its length before it, so that no two chats join to the same bytes.
+fn content_hash(messages: &[Message]) -> String {
+    let mut bytes = Vec::new();
+    for text in messages.iter().flat_map(|message| [&message.role, &message.content]) {
+        bytes.extend_from_slice(&(text.len() as u64).to_le_bytes());
+        bytes.extend_from_slice(text.as_bytes());
+    }
+    sha256_hex(bytes)[..16].to_owned()
+}
+
+/// Appends `#2`, `#3` and so on to ids that occur again, and says how many were changed.
+fn make_ids_unique(requests: &mut [Request]) -> usize {
+    let mut taken: HashSet<String> = requests.iter().map(|request| request.id.clone()).collect();
+    let mut occurrences: HashMap<String, usize> = HashMap::new();
+    let mut duplicates = 0;
+    for request in requests {
+        let occurrence = occurrences.entry(request.id.clone()).or_insert(0);
+        *occurrence += 1;
+        if *occurrence == 1 {
+            continue;
+        }
+        duplicates += 1;
+        // A row may have been given the id `a#2` by its author; then the second `a` becomes `a#3`.
+        let unique = loop {
+            let candidate = format!("{}#{occurrence}", request.id);
+            if taken.insert(candidate.clone()) {
+                break candidate;
+            }
+            *occurrence += 1;
+        };
+        request.id = unique;
+    }
+    duplicates
+}
+
+/// Writes rejected rows as JSON Lines, in one step; an empty file says that nothing was rejected.
+///
+/// # Errors
+/// When the file cannot be written; the message names it.
+pub fn write_rejected(path: &Path, rejected: &[Rejected]) -> io::Result<()> {
+    let mut bytes = Vec::new();
+    for row in rejected {
+        serde_json::to_writer(&mut bytes, row)?;
+        bytes.push(b'\n');
+    }
+    write_atomically(path, &bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use std::fs;
+
+    fn read_texts(files: &[&[u8]]) -> Result<Prompts, PromptError> {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |(index, text): (usize, &&[u8])| {
+            let path = folder.path().join(format!("prompts-{index}.jsonl"));
+            fs::write(&path, text).unwrap();
+            path
+        };
+        read(&files.iter().enumerate().map(write).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn blank_lines_carriage_returns_a_byte_order_mark_and_a_missing_last_newline_are_fine() {
+        let text = b"\xef\xbb\xbf{\"id\": \"a\", \"prompt\": \"one\"}\r\n\r\n   \n{\"id\": \"b\", \"prompt\": \"two\"}";
+        let prompts = read_texts(&[text]).unwrap();
+        let ids: Vec<&str> = prompts.requests.iter().map(|request| request.id.as_str()).collect();
+        assert_eq!((ids, prompts.rows_read, prompts.rejected.len()), (vec!["a", "b"], 2, 0));
+        assert_eq!(prompts.requests[0].source, "prompts-0.jsonl");
+    }
+
+    #[test]
+    fn rejected_rows_keep_place_reason_and_text_and_every_row_is_counted() {
+        let text = b"{\"prompt\": \"one\"}\n\n{\"prompt\": \n[1]\n{\"prompt\": \"\xff\"}\n{\"prompt\": \"\"}\n{\"other\": 1}\n";
+        let prompts = read_texts(&[text]).unwrap();
+        let lines: Vec<usize> = prompts.rejected.iter().map(|row| row.line).collect();
+        assert_eq!(lines, [3, 4, 5, 6, 7]);
+        let reasons = ["not JSON: EOF", "not a JSON object", "not UTF-8", "message 1 (`user`) is empty", "no prompt field"];
+        for (row, reason) in prompts.rejected.iter().zip(reasons) {
+            assert!(row.reason.starts_with(reason), "{} / {reason}", row.reason);
+            assert!(row.file.ends_with("prompts-0.jsonl"));
+        }
+        assert_eq!(prompts.rejected[1].text, "[1]");
+        assert_eq!((prompts.rows_read, prompts.requests.len()), (6, 1));
+
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rejected.jsonl");
+        write_rejected(&path, &prompts.rejected).unwrap();
+        let written = fs::read_to_string(&path).unwrap();
+        let back: Vec<Rejected> = written.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!(back, prompts.rejected);
+    }
+
+    #[test]
+    fn a_file_without_a_usable_row_is_an_error_even_beside_a_good_one() {
+        let good = b"{\"prompt\": \"one\"}".as_slice();
+        let error = read_texts(&[good, b"\n \r\n"]).unwrap_err().to_string();
+        assert!(error.contains("prompts-1.jsonl` has no rows"), "{error}");
+        let error = read_texts(&[good, b"\n{\"prompt\": 5}\n{}\n"]).unwrap_err().to_string();
+        assert!(
+            error.contains("none of the 2 rows")
+                && error.contains("prompts-1.jsonl` can be used; line 2: `prompt` is not a text"),
+            "{error}"
+        );
+        assert!(matches!(read(&[]).unwrap_err(), PromptError::NoFiles));
+        let error = read(&["absent.jsonl".into()]).unwrap_err().to_string();
+        assert!(error.contains("`absent.jsonl`"), "{error}");
+    }
+
+    #[test]
+    fn ids_are_given_or_hashed_and_made_unique_by_occurrence() {
+        let row = |id: &str, prompt: &str| format!("{{\"id\": {id}, \"prompt\": \"{prompt}\"}}\n");
+        let text =
+            [row("\"a\"", "1"), row("\"a\"", "2"), row("\"a#2\"", "3"), row("\"a\"", "4"), row("7", "5"), row("null", "6")];
+        let both = text.concat() + "{\"prompt\": \"6\"}\n{\"prompt\": \"7\"}";
+        let prompts = read_texts(&[both.as_bytes()]).unwrap();
+        let ids: Vec<&str> = prompts.requests.iter().map(|request| request.id.as_str()).collect();
+        let hash = content_hash(&[Message { role: "user".into(), content: "6".into() }]);
+        assert_eq!(ids[..7], ["a", "a#3", "a#2", "a#4", "7", &hash, &format!("{hash}#2")]);
+        assert_eq!((hash.len(), prompts.duplicate_ids), (16, 3));
+        assert_eq!(ids.iter().collect::<HashSet<_>>().len(), ids.len());
+    }
+}

@@ -1,0 +1,363 @@
+//! The figures of a run's report: picks the data out of metrics, ledger and scores, and titles each figure with what it
+//! shows. A function returns nothing (or an empty list) when the run holds no data for its figure.
+
+mod charts;
+
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+
+use self::charts::{Bar, BarChart, LineChart, RowBar, RowChart, Series, Span, Timeline};
+use crate::report::TimelineRound;
+use crate::svg::{escape, is_drawable, short};
+use crate::table::{benchmark_names, checkpoint_name, measured, number, percent};
+
+/// More points than this on one line are averaged: the eye sees no more, and the file stays small.
+const MOST_POINTS: usize = 240;
+
+/// The style of what is neither hit nor miss: grey.
+const NEUTRAL: usize = 5;
+
+/// How often the draft is accepted at each position, one line a checkpoint.
+pub(crate) fn acceptance(scores: &[Value]) -> Option<String> {
+    let mut series = Vec::new();
+    for (style, score) in scores.iter().enumerate() {
+        let shares = accepted_shares(score);
+        let points: Vec<(f64, f64)> = shares.iter().enumerate().map(|(index, share)| ((index + 1) as f64, *share)).collect();
+        if !points.is_empty() {
+            series.push(Series { name: checkpoint_name(score), style, points });
+        }
+    }
+    let ends: Vec<String> = series
+        .iter()
+        .filter_map(|line| {
+            let (first, last) = (line.points.first()?, line.points.last()?);
+            Some(format!("{} {} → {}", line.name, percent(first.1), percent(last.1)))
+        })
+        .collect();
+    let positions = series.iter().map(|line| line.points.len()).max()?;
+    let title = format!("Share of rounds that accept the draft, from position 1 to position {positions}");
+    let chart = LineChart {
+        label: format!("{title}: {}", ends.join("; ")),
+        x_label: "position in the draft".to_owned(),
+        y_label: "accepted, % of rounds".to_owned(),
+        series,
+        percent: true,
+    };
+    let note = format!("First and last position: {}. All benchmarks together, asynchronous decoder.", ends.join("; "));
+    Some(figure(&title, &note, |width| charts::line_chart(&chart, width)))
+}
+
+/// Acceptance by position over all benchmarks of the asynchronous decoder, each weighted by its rounds.
+fn accepted_shares(score: &Value) -> Vec<f64> {
+    let mut totals: Vec<(f64, f64)> = Vec::new();
+    for benchmark in benchmark_names(score) {
+        let figures = measured(score, "asynchronous", &benchmark);
+        let rounds = number(figures, "rounds").unwrap_or(1.0).max(0.0);
+        let shares = figures["acceptance_by_position"].as_array().map(Vec::as_slice).unwrap_or_default();
+        totals.resize(totals.len().max(shares.len()), (0.0, 0.0));
+        for (total, share) in totals.iter_mut().zip(shares) {
+            if let Some(share) = share.as_f64().filter(|share| (0.0..=1.0).contains(share)) {
+                *total = (total.0 + share * rounds, total.1 + rounds);
+            }
+        }
+    }
+    totals
+        .iter()
+        .map(|(sum, rounds)| if *rounds > 0.0 { sum / rounds } else { f64::NAN })
+        .take_while(|share| !share.is_nan())
+        .collect()
+}
+
+/// The losses over steps: a figure for each training stage, and one for all recoveries together.
+pub(crate) fn losses(metrics: &[Value]) -> String {
+    let (recoveries, trainings): (Vec<String>, Vec<String>) =
+        stages(metrics).into_iter().partition(|stage| stage.starts_with("recover"));
+    let mut figures = String::new();
+    for stage in &trainings {
+        let parts =
+            [("loss", "sum that is minimised"), ("loss_diffusion", "diffusion"), ("loss_autoregressive", "autoregressive")];
+        let lines = parts.iter().map(|(key, name)| ((*name).to_owned(), curve(metrics, stage, key))).collect();
+        figures += &curves(&format!("Loss in stage {stage}"), "loss", lines);
+    }
+    let lines = recoveries.iter().map(|stage| (stage.clone(), curve(metrics, stage, "loss"))).collect();
+    figures + &curves("Loss of the recovery after each removal", "distillation loss", lines)
+}
+
+/// Replay τ over steps: a figure for each training stage, and one for all recoveries together.
+pub(crate) fn replay_tau(metrics: &[Value]) -> String {
+    let (recoveries, trainings): (Vec<String>, Vec<String>) =
+        stages(metrics).into_iter().partition(|stage| stage.starts_with("recover"));
+    let mut figures = String::new();
+    for stage in &trainings {
+        let parts = [("replay_tau_pooled", "pooled: committed ÷ rounds"), ("replay_tau_macro", "macro: mean of the responses")];
+        let lines = parts.iter().map(|(key, name)| ((*name).to_owned(), curve(metrics, stage, key))).collect();
+        figures += &curves(&format!("Replay τ in stage {stage}"), "τ, tokens a round", lines);
+    }
+    let lines = recoveries.iter().map(|stage| (stage.clone(), curve(metrics, stage, "replay_tau_pooled"))).collect();
+    figures + &curves("Replay τ of the recovery after each removal", "pooled τ, tokens a round", lines)
+}
+
+fn curves(subject: &str, y_label: &str, lines: Vec<(String, Vec<(f64, f64)>)>) -> String {
+    let lines: Vec<(String, Vec<(f64, f64)>)> = lines.into_iter().filter(|(_, points)| !points.is_empty()).collect();
+    let Some((_, points)) = lines.first() else {
+        return String::new();
+    };
+    let (first, last) = (points[0], points[points.len() - 1]);
+    let title = match points.len() {
+        1 => format!("{subject}: {} at step {:.0}", short(first.1), first.0),
+        _ => format!("{subject}: {} at step {:.0}, {} at step {:.0}", short(first.1), first.0, short(last.1), last.0),
+    };
+    let mut bucket = 1;
+    let series = lines
+        .into_iter()
+        .enumerate()
+        .map(|(style, (name, points))| {
+            let size = points.len().div_ceil(MOST_POINTS);
+            bucket = bucket.max(size);
+            Series { name, style, points: points.chunks(size).map(mean).collect() }
+        })
+        .collect();
+    let note = if bucket > 1 { format!("Each point is the mean of {bucket} logged steps.") } else { String::new() };
+    let chart =
+        LineChart { label: title.clone(), x_label: "step".to_owned(), y_label: y_label.to_owned(), series, percent: false };
+    figure(&title, &note, |width| charts::line_chart(&chart, width))
+}
+
+fn mean(points: &[(f64, f64)]) -> (f64, f64) {
+    let count = points.len() as f64;
+    (points.iter().map(|point| point.0).sum::<f64>() / count, points.iter().map(|point| point.1).sum::<f64>() / count)
+}
+
+fn stages(metrics: &[Value]) -> Vec<String> {
+    let mut found: Vec<String> = Vec::new();
+    for stage in metrics.iter().filter_map(|line| line["stage"].as_str()) {
+        if !found.iter().any(|known| known == stage) {
+            found.push(stage.to_owned());
+        }
+    }
+    found
+}
+
+/// (step, value) in the order of steps. A step that was repeated after an interruption counts once, as it went last.
+fn curve(metrics: &[Value], stage: &str, key: &str) -> Vec<(f64, f64)> {
+    let mut points = BTreeMap::new();
+    for line in metrics.iter().filter(|line| line["stage"].as_str() == Some(stage)) {
+        if let (Some(step), Some(value)) = (line["step"].as_u64(), number(line, key)) {
+            points.insert(step, value);
+        }
+    }
+    points.into_iter().map(|(step, value)| (step as f64, value)).collect()
+}
+
+/// τ loss of every layer, one figure for each depth that was searched, deepest first.
+pub(crate) fn tau_losses(ledger: &[Value]) -> Vec<String> {
+    let mut depths: BTreeMap<u64, BTreeMap<u64, &Value>> = BTreeMap::new();
+    for line in events(ledger, "tau_loss") {
+        if let (Some(depth), Some(layer)) = (line["depth"].as_u64(), line["layer"].as_u64().filter(|layer| *layer < 1000)) {
+            depths.entry(depth).or_default().insert(layer, line);
+        }
+    }
+    depths.iter().rev().map(|(depth, layers)| tau_loss(ledger, *depth, layers)).collect()
+}
+
+fn tau_loss(ledger: &[Value], depth: u64, layers: &BTreeMap<u64, &Value>) -> String {
+    // A removal is recorded with the depth it leaves behind.
+    let removal = events(ledger, "removed").find(|line| line["depth"].as_u64().map(|left| left + 1) == Some(depth));
+    let removed = removal.and_then(|line| line["layer"].as_u64());
+    let mut bars = Vec::new();
+    for (layer, line) in layers {
+        let Some(value) = number(line, "tau_loss") else { continue };
+        let interval = number(line, "low").zip(number(line, "high"));
+        let spread = interval.map_or_else(String::new, |(low, high)| format!(", interval {} to {}", short(low), short(high)));
+        let blocks = number(line, "blocks").map_or_else(String::new, |blocks| format!(", {blocks} blocks"));
+        bars.push(Bar {
+            position: *layer as usize,
+            value,
+            interval,
+            highlighted: removed == Some(*layer),
+            hover: format!("layer {layer}: τ loss {}{spread}{blocks}", short(value)),
+        });
+    }
+    if bars.is_empty() {
+        return String::new();
+    }
+    let title = match bars.iter().find(|bar| bar.highlighted) {
+        Some(bar) => {
+            let sign = if bar.value < 0.0 { "+" } else { "" };
+            format!("Of {depth} layers, layer {} was removed: without it τ changes by {sign}{}", bar.position, short(-bar.value))
+        }
+        None => format!("What removing each of {depth} layers would cost"),
+    };
+    let chart = BarChart {
+        label: title.clone(),
+        x_label: format!("layer of the drafter of {depth} layers"),
+        y_label: "τ loss, tokens a round".to_owned(),
+        plain_name: "kept".to_owned(),
+        highlighted_name: "removed".to_owned(),
+        bars,
+    };
+    figure(&title, "τ with all layers less τ without this one; whiskers: its interval.", |width| {
+        charts::bar_chart(&chart, width)
+    })
+}
+
+/// The removals as rows of (layers left, layer removed, τ before, τ after, steps of recovery, τ recovered).
+pub(crate) fn removals(ledger: &[Value]) -> Vec<[String; 6]> {
+    events(ledger, "removed")
+        .map(|line| {
+            let recovered = events(ledger, "recovered").filter(|other| other["depth"] == line["depth"]).last();
+            let recovered = recovered.unwrap_or(&Value::Null);
+            let layer = line.get("original_layer").map_or("layer", |_| "original_layer");
+            let whole = |value: &Value, key| number(value, key).map_or("–".to_owned(), |number| format!("{number:.0}"));
+            let tau = |value: &Value, key| number(value, key).map_or("–".to_owned(), |number| format!("{number:.3}"));
+            [
+                whole(line, "depth"),
+                whole(line, layer),
+                tau(line, "tau_before"),
+                tau(line, "tau_after"),
+                whole(recovered, "steps"),
+                tau(recovered, "tau"),
+            ]
+        })
+        .collect()
+}
+
+fn events<'a>(ledger: &'a [Value], event: &'a str) -> impl Iterator<Item = &'a Value> {
+    ledger.iter().filter(move |line| line["event"].as_str() == Some(event))
+}
+
+/// Why rounds of the asynchronous decoder had no continuation ready, by cause, for every checkpoint.
+pub(crate) fn misses(scores: &[Value]) -> Option<String> {
+    let mut causes: Vec<(String, Vec<RowBar>)> = Vec::new();
+    let mut sums: BTreeMap<String, f64> = BTreeMap::new();
+    for (style, score) in scores.iter().enumerate() {
+        let (counts, rounds) = miss_counts(score);
+        for (cause, count) in counts {
+            *sums.entry(cause.clone()).or_default() += count;
+            let share = if rounds > 0.0 { format!(" ({:.1} % of rounds)", count / rounds * 100.0) } else { String::new() };
+            let bar = RowBar { style, length: count, text: format!("{}{share}", short(count)) };
+            match causes.iter_mut().find(|(known, _)| *known == cause) {
+                Some((_, bars)) => bars.push(bar),
+                None => causes.push((cause, vec![bar])),
+            }
+        }
+    }
+    causes.sort_by(|left, right| sums[&right.0].total_cmp(&sums[&left.0]));
+    let (most, _) = causes.first()?;
+    let title = format!("Most frequent cause of a miss: {}", words(most));
+    let chart = RowChart {
+        label: title.clone(),
+        names: scores.iter().map(checkpoint_name).collect(),
+        groups: causes.into_iter().map(|(cause, bars)| (words(&cause), bars)).collect(),
+    };
+    Some(figure(&title, "Rounds by cause, all benchmarks together, asynchronous decoder.", |width| {
+        charts::row_chart(&chart, width)
+    }))
+}
+
+fn miss_counts(score: &Value) -> (Vec<(String, f64)>, f64) {
+    let (mut counts, mut rounds): (Vec<(String, f64)>, f64) = (Vec::new(), 0.0);
+    for benchmark in benchmark_names(score) {
+        let figures = measured(score, "asynchronous", &benchmark);
+        rounds += number(figures, "rounds").unwrap_or(0.0);
+        let Some(misses) = figures["misses"].as_object() else { continue };
+        for cause in misses.keys() {
+            let Some(count) = number(&figures["misses"], cause).filter(|count| *count >= 0.0) else { continue };
+            match counts.iter_mut().find(|(known, _)| known == cause) {
+                Some((_, sum)) => *sum += count,
+                None => counts.push((cause.clone(), count)),
+            }
+        }
+    }
+    (counts, rounds)
+}
+
+/// Target and drafter side by side over a few rounds.
+pub(crate) fn timeline(rounds: &[TimelineRound]) -> Option<String> {
+    let finite = |round: &&TimelineRound| is_drawable(round.verify_start) && is_drawable(round.verify_end);
+    let rounds: Vec<&TimelineRound> = rounds.iter().filter(finite).collect();
+    if rounds.is_empty() {
+        return None;
+    }
+    let mut causes: Vec<&str> = Vec::new();
+    for round in &rounds {
+        if !["hit", "first"].contains(&round.outcome.as_str()) && !causes.contains(&round.outcome.as_str()) {
+            causes.push(&round.outcome);
+        }
+    }
+    // Hits and first rounds keep their colours whatever causes of a miss there are.
+    let style = |outcome: &str| match outcome {
+        "hit" => 0,
+        "first" => NEUTRAL,
+        _ => 1 + causes.iter().position(|cause| *cause == outcome).unwrap_or(0) % (NEUTRAL - 1),
+    };
+    let milliseconds = |start: f64, end: f64| format!("{:.1}", (end - start) * 1000.0);
+    let mut spans = Vec::new();
+    for (index, round) in rounds.iter().enumerate() {
+        let (number, how, style_of_round) = (index + 1, outcome_name(&round.outcome), style(&round.outcome));
+        let (start, end) = (round.verify_start, round.verify_end);
+        let text = format!("+{}", round.committed);
+        let hover =
+            format!("round {number}, {how}: verified for {} ms, {} tokens committed", milliseconds(start, end), round.committed);
+        spans.push(Span { lane: 0, start, end, style: style_of_round, hollow: false, text, hover });
+
+        let (start, end) = (round.draft_start, round.draft_end);
+        let hover = format!("draft of round {number}, {how}: {} ms", milliseconds(start, end));
+        spans.push(Span { lane: 1, start, end, style: style_of_round, hollow: false, text: String::new(), hover });
+
+        // What a pack was worth shows in the round after it.
+        let next = rounds.get(index + 1).map_or("first", |next| next.outcome.as_str());
+        let (sign, fate) = match next {
+            "first" => ("", "not looked up here"),
+            "hit" => ("✓", "used"),
+            _ => ("×", "thrown away"),
+        };
+        let (start, end, hollow) = (round.pack_start, round.pack_end, next != "hit");
+        let hover = format!("pack for round {}, {fate}: {} ms", number + 1, milliseconds(start, end));
+        spans.push(Span { lane: 1, start, end, style: style(next), hollow, text: sign.to_owned(), hover });
+    }
+    let hits = rounds.iter().filter(|round| round.outcome == "hit").count();
+    let firsts = rounds.iter().filter(|round| round.outcome == "first").count();
+    let committed: usize = rounds.iter().map(|round| round.committed).sum();
+    let (ready, missed) = (count_of(hits, "draft was", "drafts were"), rounds.len() - firsts - hits);
+    let verb = if missed == 1 { "was" } else { "were" };
+    let title = format!("{} rounds, {committed} tokens: {ready} ready, {missed} {verb} missed", rounds.len());
+    let usual = [("hit", hits), ("first", firsts)];
+    let shown = usual.into_iter().filter(|(_, count)| *count > 0).map(|(outcome, _)| outcome).chain(causes.iter().copied());
+    let chart = Timeline {
+        label: format!("Timeline of {title}"),
+        lanes: vec!["target verifies".to_owned(), "drafter drafts".to_owned()],
+        legend: shown.map(|outcome| (style(outcome), outcome_name(outcome))).collect(),
+        spans,
+    };
+    let note = "Target: tokens committed by each verification. Drafter: packs for the round to come, used (✓) or thrown away (×, hollow), \
+                and after a miss the draft that the target waits for.";
+    Some(figure(&title, note, |width| charts::timeline(&chart, width)))
+}
+
+fn outcome_name(outcome: &str) -> String {
+    match outcome {
+        "hit" => "hit".to_owned(),
+        "first" => "first of a text".to_owned(),
+        _ => format!("miss: {}", words(outcome)),
+    }
+}
+
+fn count_of(count: usize, one: &str, many: &str) -> String {
+    format!("{count} {}", if count == 1 { one } else { many })
+}
+
+/// A key such as `wrong_candidate`, in words.
+fn words(key: &str) -> String {
+    key.replace('_', " ")
+}
+
+/// A titled figure, drawn twice: for wide screens, and for phones, where a shrunk drawing could not be read.
+fn figure(title: &str, note: &str, draw: impl Fn(f64) -> String) -> String {
+    let note = if note.is_empty() { String::new() } else { format!("<small>{}</small>", escape(note)) };
+    let (title, wide, narrow) = (escape(title), draw(912.0), draw(358.0));
+    format!(
+        "<figure><figcaption>{title}{note}</figcaption>\n<div class=\"wide\">{wide}</div>\n<div class=\"narrow\">{narrow}</div></figure>\n"
+    )
+}

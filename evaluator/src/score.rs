@@ -1,0 +1,313 @@
+//! What an evaluation leaves on disk: a score (JSON) for tables and comparisons, and every round (Parquet) for whoever looks closer.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use arrow_array::cast::AsArray;
+use arrow_array::types::{Float64Type, Int64Type};
+use arrow_array::{Array, ArrayRef, Float64Array, Int64Array, RecordBatch, StringArray};
+use data::files::write_atomically;
+use parquet::arrow::ArrowWriter;
+use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+use parquet::basic::{Compression, ZstdLevel};
+use parquet::file::properties::WriterProperties;
+use serde::{Deserialize, Serialize};
+
+use crate::fan_out::Lookup;
+use crate::rounds::Round;
+
+/// One checkpoint's figures. Fields that do not apply are absent from the file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Score {
+    pub checkpoint: String,
+    pub kind: String,
+    pub target: String,
+    pub dtype: String,
+    pub block_size: usize,
+    pub layers: usize,
+    /// By decoder: `autoregressive`, `lockstep`, `asynchronous`.
+    pub decoders: BTreeMap<String, DecoderScore>,
+}
+
+/// One decoder's figures.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct DecoderScore {
+    pub benchmarks: BTreeMap<String, BenchmarkScore>,
+}
+
+/// One decoder's figures on one benchmark.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct BenchmarkScore {
+    pub prompts: usize,
+    /// Response tokens, the first ones included.
+    pub tokens: usize,
+    pub rounds: usize,
+    pub tau_pooled: f64,
+    pub tau_macro: f64,
+    /// Tokens after the first, over the time after the prefill.
+    pub tokens_per_second: f64,
+    /// Over the autoregressive decoder's tokens per second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub speedup: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hit_rate: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub identical_to_autoregressive: Option<bool>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub acceptance_by_position: Vec<f64>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub accepted_histogram: Vec<usize>,
+    /// Rounds whose draft was not ready, by cause.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub misses: BTreeMap<Lookup, usize>,
+    /// Sums over all prompts.
+    #[serde(default)]
+    pub prefill_seconds: f64,
+    #[serde(default)]
+    pub draft_seconds: f64,
+    #[serde(default)]
+    pub pack_seconds: f64,
+    #[serde(default)]
+    pub verify_seconds: f64,
+    #[serde(default)]
+    pub wait_seconds: f64,
+    /// How many of the divergences are near-ties; the others are faults.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub near_ties: Option<usize>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub first_divergences: Vec<Divergence>,
+}
+
+/// Where a text first differs from the autoregressive decoder's.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Divergence {
+    pub prompt: usize,
+    /// Index in the response.
+    pub position: usize,
+    /// The autoregressive decoder's token there, and this decoder's; absent where a text had ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expected: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub found: Option<u32>,
+    /// By how much the target prefers its best token to its second there.
+    pub margin: f64,
+    /// Whether the margin is within what rounding can turn round.
+    pub near_tie: bool,
+}
+
+/// A round with the run it belongs to: one row of the Parquet file.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RoundRow {
+    pub decoder: String,
+    pub benchmark: String,
+    pub round: Round,
+}
+
+/// What can go wrong with score files.
+#[derive(Debug, thiserror::Error)]
+pub enum ScoreError {
+    #[error("cannot write a score: {0}")]
+    Write(std::io::Error),
+    #[error("cannot read `{path}`: {reason}")]
+    Read { path: PathBuf, reason: String },
+}
+
+impl Score {
+    /// Writes the score as JSON; whole or not at all.
+    pub fn write(&self, path: &Path) -> Result<(), ScoreError> {
+        let mut json = serde_json::to_vec_pretty(self).map_err(|error| ScoreError::Write(error.into()))?;
+        json.push(b'\n');
+        write_atomically(path, &json).map_err(ScoreError::Write)
+    }
+
+    /// Reads a score.
+    pub fn read(path: &Path) -> Result<Self, ScoreError> {
+        let failed = |reason: String| ScoreError::Read { path: path.into(), reason };
+        let bytes = fs::read(path).map_err(|error| failed(error.to_string()))?;
+        serde_json::from_slice(&bytes).map_err(|error| failed(format!("it is not a score: {error}")))
+    }
+}
+
+type Count = (&'static str, fn(&Round) -> usize, fn(&mut Round, usize));
+type Time = (&'static str, fn(&Round) -> f64, fn(&mut Round, f64));
+
+/// The columns of counts and of times, each with how it is read from a round and put into one.
+const COUNTS: [Count; 6] = [
+    ("prompt", |it| it.prompt, |it, value| it.prompt = value),
+    ("round", |it| it.round, |it, value| it.round = value),
+    ("drafted", |it| it.drafted, |it, value| it.drafted = value),
+    ("accepted", |it| it.accepted, |it, value| it.accepted = value),
+    ("committed", |it| it.committed, |it, value| it.committed = value),
+    ("next", |it| it.next as usize, |it, value| it.next = value as u32),
+];
+const TIMES: [Time; 7] = [
+    ("draft_start", |it| it.draft_start, |it, value| it.draft_start = value),
+    ("draft_seconds", |it| it.draft_seconds, |it, value| it.draft_seconds = value),
+    ("pack_start", |it| it.pack_start, |it, value| it.pack_start = value),
+    ("pack_seconds", |it| it.pack_seconds, |it, value| it.pack_seconds = value),
+    ("verify_start", |it| it.verify_start, |it, value| it.verify_start = value),
+    ("verify_seconds", |it| it.verify_seconds, |it, value| it.verify_seconds = value),
+    ("wait_seconds", |it| it.wait_seconds, |it, value| it.wait_seconds = value),
+];
+
+/// Writes one row a round; whole or not at all. `lookup` is null for decoders that do not draft ahead.
+pub fn write_rounds(path: &Path, rows: &[RoundRow]) -> Result<(), ScoreError> {
+    let lookups: StringArray = rows.iter().map(|row| row.round.lookup.map(Lookup::name)).collect();
+    let mut columns: Vec<(&str, ArrayRef, bool)> = vec![
+        ("decoder", Arc::new(StringArray::from_iter_values(rows.iter().map(|row| &row.decoder))), false),
+        ("benchmark", Arc::new(StringArray::from_iter_values(rows.iter().map(|row| &row.benchmark))), false),
+        ("lookup", Arc::new(lookups), true),
+    ];
+    for (name, get, _) in COUNTS {
+        columns.push((name, Arc::new(Int64Array::from_iter_values(rows.iter().map(|row| get(&row.round) as i64))), false));
+    }
+    for (name, get, _) in TIMES {
+        columns.push((name, Arc::new(Float64Array::from_iter_values(rows.iter().map(|row| get(&row.round)))), false));
+    }
+    let encode = || -> Result<Vec<u8>, parquet::errors::ParquetError> {
+        let batch = RecordBatch::try_from_iter_with_nullable(columns)?;
+        let compression = Compression::ZSTD(ZstdLevel::default());
+        let properties = WriterProperties::builder().set_compression(compression).build();
+        let mut bytes = Vec::new();
+        let mut writer = ArrowWriter::try_new(&mut bytes, batch.schema(), Some(properties))?;
+        writer.write(&batch)?;
+        writer.close()?;
+        Ok(bytes)
+    };
+    let bytes = encode().map_err(|error| ScoreError::Write(std::io::Error::other(error)))?;
+    write_atomically(path, &bytes).map_err(ScoreError::Write)
+}
+
+/// Reads what [`write_rounds`] wrote.
+pub fn read_rounds(path: &Path) -> Result<Vec<RoundRow>, ScoreError> {
+    let failed = |reason: String| ScoreError::Read { path: path.into(), reason };
+    let file = File::open(path).map_err(|error| failed(error.to_string()))?;
+    let reader = ParquetRecordBatchReaderBuilder::try_new(file).and_then(|builder| builder.build());
+    let mut rows = Vec::new();
+    for batch in reader.map_err(|error| failed(error.to_string()))? {
+        decode_batch(&batch.map_err(|error| failed(error.to_string()))?, &mut rows).map_err(failed)?;
+    }
+    Ok(rows)
+}
+
+fn decode_batch(batch: &RecordBatch, rows: &mut Vec<RoundRow>) -> Result<(), String> {
+    let column = |name: &str| batch.column_by_name(name).ok_or_else(|| format!("column `{name}` is missing"));
+    let strings = |name: &str| column(name)?.as_string_opt::<i32>().ok_or_else(|| format!("column `{name}` is not text"));
+    let (decoder, benchmark, lookup) = (strings("decoder")?, strings("benchmark")?, strings("lookup")?);
+    let first = rows.len();
+    for row in 0..batch.num_rows() {
+        let name = (!lookup.is_null(row)).then(|| lookup.value(row));
+        let unknown = |name: &str| format!("row {row} has the unknown lookup `{name}`");
+        rows.push(RoundRow {
+            decoder: decoder.value(row).to_string(),
+            benchmark: benchmark.value(row).to_string(),
+            round: Round {
+                lookup: name.map(|name| Lookup::from_name(name).ok_or_else(|| unknown(name))).transpose()?,
+                ..Round::default()
+            },
+        });
+    }
+    for (name, _, set) in COUNTS {
+        let values = column(name)?.as_primitive_opt::<Int64Type>().ok_or_else(|| format!("column `{name}` is not int64"))?;
+        for (row, &value) in rows[first..].iter_mut().zip(values.values()) {
+            set(&mut row.round, usize::try_from(value).map_err(|_| format!("column `{name}` has the negative value {value}"))?);
+        }
+    }
+    for (name, _, set) in TIMES {
+        let values = column(name)?.as_primitive_opt::<Float64Type>().ok_or_else(|| format!("column `{name}` is not float64"))?;
+        for (row, &value) in rows[first..].iter_mut().zip(values.values()) {
+            set(&mut row.round, value);
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn score() -> Score {
+        let figures = BenchmarkScore { prompts: 2, tokens: 9, rounds: 3, tau_pooled: 2.5, ..BenchmarkScore::default() };
+        let asynchronous = BenchmarkScore {
+            speedup: Some(1.5),
+            hit_rate: Some(0.75),
+            identical_to_autoregressive: Some(true),
+            misses: BTreeMap::from([(Lookup::WrongCandidate, 4)]),
+            ..figures.clone()
+        };
+        let decoder = |figures| DecoderScore { benchmarks: BTreeMap::from([("stories".to_string(), figures)]) };
+        Score {
+            checkpoint: "layers-29".to_string(),
+            kind: "d3d".to_string(),
+            target: "small".to_string(),
+            dtype: "f32".to_string(),
+            block_size: 8,
+            layers: 29,
+            decoders: BTreeMap::from([
+                ("autoregressive".to_string(), decoder(figures)),
+                ("asynchronous".to_string(), decoder(asynchronous)),
+            ]),
+        }
+    }
+
+    #[test]
+    fn names_are_the_contracts_and_absent_fields_are_absent() {
+        let json: Value = serde_json::to_value(score()).unwrap();
+        assert_eq!((&json["checkpoint"], &json["kind"], &json["layers"]), (&json!("layers-29"), &json!("d3d"), &json!(29)));
+        let asynchronous = &json["decoders"]["asynchronous"]["benchmarks"]["stories"];
+        for name in ["prompts", "tokens", "rounds", "tau_pooled", "tau_macro", "tokens_per_second", "speedup", "hit_rate"] {
+            assert!(asynchronous[name].is_number(), "{name}");
+        }
+        assert_eq!(asynchronous["identical_to_autoregressive"], json!(true));
+        assert_eq!(asynchronous["misses"], json!({"wrong_candidate": 4}));
+        let autoregressive = json["decoders"]["autoregressive"]["benchmarks"]["stories"].as_object().unwrap();
+        for name in ["speedup", "hit_rate", "identical_to_autoregressive", "near_ties", "first_divergences"] {
+            assert!(!autoregressive.contains_key(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_score_is_read_back_and_a_broken_one_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("score.json");
+        score().write(&path).unwrap();
+        assert_eq!(Score::read(&path).unwrap(), score());
+        fs::write(&path, "{\"checkpoint\": 1}").unwrap();
+        let message = Score::read(&path).unwrap_err().to_string();
+        assert!(message.contains("score.json") && message.contains("not a score"), "{message}");
+    }
+
+    #[test]
+    fn rounds_are_read_back() {
+        let round = Round {
+            prompt: 1,
+            round: 2,
+            drafted: 7,
+            accepted: 3,
+            committed: 4,
+            next: 49_000,
+            lookup: Some(Lookup::BeyondPositions),
+            draft_start: 0.1,
+            draft_seconds: 0.2,
+            pack_start: 0.3,
+            pack_seconds: 0.4,
+            verify_start: 0.5,
+            verify_seconds: 0.6,
+            wait_seconds: 0.7,
+        };
+        let row = |decoder: &str, round| RoundRow { decoder: decoder.to_string(), benchmark: "stories".to_string(), round };
+        let rows = [row("asynchronous", round), row("lockstep", Round { committed: 1, ..Round::default() })];
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("score.rounds.parquet");
+        write_rounds(&path, &rows).unwrap();
+        assert_eq!(read_rounds(&path).unwrap(), rows);
+        write_rounds(&path, &[]).unwrap();
+        assert_eq!(read_rounds(&path).unwrap(), []);
+        fs::write(&path, "not parquet").unwrap();
+        assert!(read_rounds(&path).unwrap_err().to_string().contains("score.rounds.parquet"));
+    }
+}

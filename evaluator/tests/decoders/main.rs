@@ -1,0 +1,9 @@
+//! Decoders, packs and replay over small random models in f32, against plain formulations of the same things.
+
+#![allow(clippy::unwrap_used)]
+
+mod models;
+mod packs;
+mod replays;
+mod scores;
+mod texts;

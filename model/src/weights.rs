@@ -1,0 +1,338 @@
+//! A pretrained model on disk, whichever way it is stored: a Hugging Face folder with safetensors, or a GGUF file.
+//!
+//! Both are asked for Hugging Face's names and shapes and answer one tensor at a time, so that loading never holds a model twice.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use data::gguf::{GgufError, GgufFile};
+use serde_json::Value;
+use tch::{Device, Kind, Tensor};
+
+use crate::config::{ConfigError, ModelConfig};
+use crate::dequantise::dequantise;
+use crate::gguf_names;
+use crate::tensor_file::{StoredTensor, TensorFileError, table};
+use crate::transformer::Transformer;
+
+/// Why a model cannot be loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum WeightsError {
+    #[error("there is no model at `{}`: give a folder with config.json and safetensors, or a .gguf file", .0.display())]
+    NotFound(PathBuf),
+    #[error("`{}` has no `{file}`: {remedy}", folder.display())]
+    MissingFile { folder: PathBuf, file: String, remedy: &'static str },
+    #[error("cannot read `{}`: {message}", path.display())]
+    Json { path: PathBuf, message: String },
+    #[error("`{}`: {source}", path.display())]
+    Config { path: PathBuf, source: ConfigError },
+    #[error("`{}` {what}", path.display())]
+    Unsupported { path: PathBuf, what: String },
+    #[error("`{}` has no tensor `{tensor}`{hint}", path.display())]
+    MissingTensor { path: PathBuf, tensor: String, hint: String },
+    #[error(
+        "`{}`: tensor `{tensor}` has the shape {found:?}, but the configuration asks for {expected:?}; the weights and the \
+         configuration belong to different models",
+        path.display()
+    )]
+    Shape { path: PathBuf, tensor: String, expected: Vec<i64>, found: Vec<i64> },
+    #[error("cannot load tensor `{tensor}` of `{}`: {message}", path.display())]
+    Torch { path: PathBuf, tensor: String, message: String },
+    #[error(transparent)]
+    Gguf(#[from] GgufError),
+    #[error(transparent)]
+    TensorFile(#[from] TensorFileError),
+}
+
+/// An opened model: its configuration can be read and its tensors fetched.
+#[derive(Debug)]
+pub enum Source {
+    /// A Hugging Face folder; the tensors of all its files by name.
+    Safetensors { folder: PathBuf, tensors: BTreeMap<String, StoredTensor> },
+    /// A GGUF file with its metadata.
+    Gguf(GgufFile),
+}
+
+/// Opens a folder with `config.json` and `model.safetensors` (or `model.safetensors.index.json`), or a `.gguf` file.
+///
+/// # Errors
+/// Nothing is there, a file is missing, truncated or damaged.
+pub fn open(path: &Path) -> Result<Source, WeightsError> {
+    if path.is_file() {
+        return Ok(Source::Gguf(GgufFile::open(path)?));
+    }
+    if !path.is_dir() {
+        return Err(WeightsError::NotFound(path.to_path_buf()));
+    }
+    let missing = |file: &str, remedy| WeightsError::MissingFile { folder: path.to_path_buf(), file: file.to_string(), remedy };
+    if !path.join("config.json").is_file() {
+        return Err(missing("config.json", "give the folder of a model in Hugging Face's layout, or a .gguf file"));
+    }
+    let (single, index) = (path.join("model.safetensors"), path.join("model.safetensors.index.json"));
+    if single.is_file() {
+        return Ok(Source::Safetensors { folder: path.to_path_buf(), tensors: table(&single)? });
+    }
+    if !index.is_file() {
+        return Err(missing("model.safetensors", "fetch the weights too (model.safetensors, or its parts with their index)"));
+    }
+    let mut tensors = BTreeMap::new();
+    for file in shard_names(&index)? {
+        let shard = path.join(&file);
+        if !shard.is_file() {
+            return Err(missing(&file, "the index names it: fetch all parts of the model"));
+        }
+        tensors.extend(table(&shard)?);
+    }
+    Ok(Source::Safetensors { folder: path.to_path_buf(), tensors })
+}
+
+/// Opens and loads a model onto `device`, its weights converted to `kind`.
+///
+/// # Errors
+/// As [`open`], [`Source::config`] and [`Source::tensor`].
+pub fn load(path: &Path, kind: Kind, device: Device) -> Result<Transformer, WeightsError> {
+    open(path)?.load(kind, device)
+}
+
+impl Source {
+    /// The model's shape, from `config.json` or from GGUF metadata.
+    ///
+    /// The stop tokens of `generation_config.json`, where there is one, replace those of `config.json`, as in `transformers`.
+    ///
+    /// # Errors
+    /// A field is missing, or asks for something that the forward does not compute.
+    pub fn config(&self) -> Result<ModelConfig, WeightsError> {
+        let (path, json) = match self {
+            Source::Safetensors { folder, .. } => {
+                let path = folder.join("config.json");
+                let mut json = read_json(&path)?;
+                let generation = folder.join("generation_config.json");
+                if generation.is_file()
+                    && let Some(stop) = read_json(&generation)?.get("eos_token_id").filter(|stop| !stop.is_null())
+                    && json.is_object()
+                {
+                    json["eos_token_id"] = stop.clone();
+                }
+                (path, json)
+            }
+            Source::Gguf(file) => (file.path.clone(), gguf_names::config_json(file)?),
+        };
+        ModelConfig::from_json(&json).map_err(|source| WeightsError::Config { path, source })
+    }
+
+    /// One parameter by Hugging Face's name, on the CPU, as `kind`; it must have exactly `shape`.
+    ///
+    /// # Errors
+    /// There is no such tensor, it has another shape, or it cannot be read.
+    pub fn tensor(&self, name: &str, shape: &[i64], kind: Kind) -> Result<Tensor, WeightsError> {
+        let tensor = match self {
+            Source::Safetensors { folder, tensors } => {
+                let stored = tensors.get(name).ok_or_else(|| missing_tensor(folder, name))?;
+                expect_shape(&stored.file, name, shape, &stored.shape)?;
+                stored.read()?
+            }
+            Source::Gguf(file) => gguf_tensor(file, name, shape)?,
+        };
+        tensor.f_to_kind(kind).map_err(|error| torch_error(self.path(), name, &error))
+    }
+
+    /// Loads the whole model onto `device`, its weights converted to `kind`, one tensor at a time.
+    ///
+    /// # Errors
+    /// As [`Source::config`] and [`Source::tensor`].
+    pub fn load(&self, kind: Kind, device: Device) -> Result<Transformer, WeightsError> {
+        Transformer::from_source(self.config()?, |name, shape| {
+            let tensor = self.tensor(name, shape, kind)?;
+            tensor.f_to_device(device).map_err(|error| torch_error(self.path(), name, &error))
+        })
+    }
+
+    /// Hugging Face's names of all tensors that are there, sorted.
+    pub fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> = match self {
+            Source::Safetensors { tensors, .. } => tensors.keys().cloned().collect(),
+            Source::Gguf(file) => file.tensors.iter().filter_map(|tensor| gguf_names::to_hugging_face(&tensor.name)).collect(),
+        };
+        names.sort();
+        names
+    }
+
+    /// The folder or file that was opened.
+    pub fn path(&self) -> &Path {
+        match self {
+            Source::Safetensors { folder, .. } => folder,
+            Source::Gguf(file) => &file.path,
+        }
+    }
+}
+
+fn gguf_tensor(file: &GgufFile, name: &str, shape: &[i64]) -> Result<Tensor, WeightsError> {
+    let info = gguf_names::from_hugging_face(name)
+        .and_then(|stored_name| file.tensor(&stored_name))
+        .ok_or_else(|| missing_tensor(&file.path, name))?;
+    let found: Vec<i64> = info.shape.iter().map(|&length| length as i64).collect();
+    expect_shape(&file.path, name, shape, &found)?;
+    let values = dequantise(info.kind, &file.read(info)?, info.shape.iter().product());
+    let to_tensor = || {
+        let tensor = Tensor::f_from_slice(&values)?.f_view(shape)?;
+        match gguf_names::interleaved_heads(file, name) {
+            Some(heads) => unpermute(&tensor, heads),
+            None => Ok(tensor),
+        }
+    };
+    to_tensor().map_err(|error| torch_error(&file.path, name, &error))
+}
+
+/// Undoes the order in which llama.cpp's converter stores Llama's query and key rows: it puts the two members of each RoPE pair side by
+/// side, where Hugging Face keeps the first members of all pairs before the second ones. `[heads · E, D]` both ways.
+fn unpermute(tensor: &Tensor, heads: i64) -> Result<Tensor, tch::TchError> {
+    let (rows, inputs) = tensor.size2()?;
+    tensor.f_view([heads, rows / heads / 2, 2, inputs])?.f_transpose(1, 2)?.f_reshape([rows, inputs])
+}
+
+/// The files that an index names, each once.
+fn shard_names(index: &Path) -> Result<Vec<String>, WeightsError> {
+    let json = read_json(index)?;
+    let files = json.get("weight_map").and_then(Value::as_object).and_then(|map| {
+        map.values().map(|file| file.as_str().map(str::to_string)).collect::<Option<std::collections::BTreeSet<_>>>()
+    });
+    let files = files.ok_or_else(|| WeightsError::Json {
+        path: index.to_path_buf(),
+        message: "`weight_map` does not map names to files; fetch it again".to_string(),
+    })?;
+    Ok(files.into_iter().collect())
+}
+
+fn read_json(path: &Path) -> Result<Value, WeightsError> {
+    let error = |message| WeightsError::Json { path: path.to_path_buf(), message };
+    let text = std::fs::read_to_string(path).map_err(|source| error(source.to_string()))?;
+    serde_json::from_str(&text).map_err(|source| error(source.to_string()))
+}
+
+fn missing_tensor(path: &Path, name: &str) -> WeightsError {
+    let hint = match name {
+        "lm_head.weight" => "; if the head shares the embedding, set `tie_word_embeddings` in config.json",
+        _ => "; the weights and the configuration belong to different models, or parts are missing",
+    };
+    WeightsError::MissingTensor { path: path.to_path_buf(), tensor: name.to_string(), hint: hint.to_string() }
+}
+
+fn expect_shape(path: &Path, name: &str, expected: &[i64], found: &[i64]) -> Result<(), WeightsError> {
+    if expected == found {
+        return Ok(());
+    }
+    Err(WeightsError::Shape {
+        path: path.to_path_buf(),
+        tensor: name.to_string(),
+        expected: expected.to_vec(),
+        found: found.to_vec(),
+    })
+}
+
+fn torch_error(path: &Path, tensor: &str, error: &tch::TchError) -> WeightsError {
+    // libtorch appends a C++ stack trace after the first line.
+    let message = error.to_string().lines().next().unwrap_or_default().to_string();
+    WeightsError::Torch { path: path.to_path_buf(), tensor: tensor.to_string(), message }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn golden(name: &str) -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/logits").join(name)
+    }
+
+    /// A copy that a test may damage.
+    fn copy_of(name: &str) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        for entry in std::fs::read_dir(golden(name)).unwrap() {
+            let entry = entry.unwrap();
+            std::fs::copy(entry.path(), folder.path().join(entry.file_name())).unwrap();
+        }
+        folder
+    }
+
+    #[test]
+    fn gguf_and_safetensors_of_one_model_agree() {
+        for name in ["llama_tied", "qwen3_tied"] {
+            let folder = open(&golden(name)).unwrap();
+            let file = open(&golden(&format!("{name}.gguf"))).unwrap();
+            assert_eq!(folder.config().unwrap(), file.config().unwrap());
+            let mut names = folder.names();
+            names.retain(|name| name != "lm_head.weight");
+            assert_eq!(names, file.names());
+            for (name, shape) in folder.config().unwrap().parameter_shapes() {
+                let (one, other) = (folder.tensor(&name, &shape, Kind::Float), file.tensor(&name, &shape, Kind::Float));
+                assert_eq!(one.unwrap(), other.unwrap(), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_sharded_model_has_all_its_tensors() {
+        let source = open(&golden("qwen3_untied_sharded")).unwrap();
+        let mut expected: Vec<String> = source.config().unwrap().parameter_shapes().into_iter().map(|(name, _)| name).collect();
+        expected.sort();
+        assert_eq!(source.names(), expected);
+        let model = source.load(Kind::BFloat16, Device::Cpu).unwrap();
+        assert_eq!(model.kind(), Kind::BFloat16);
+    }
+
+    #[test]
+    fn stop_tokens_come_from_the_generation_config() {
+        let folder = copy_of("llama_tied");
+        std::fs::write(folder.path().join("generation_config.json"), r#"{"eos_token_id": [5, 6]}"#).unwrap();
+        assert_eq!(open(folder.path()).unwrap().config().unwrap().eos_token_id, [5, 6]);
+    }
+
+    #[test]
+    fn wrong_names_and_shapes_are_told() {
+        let source = open(&golden("llama_tied")).unwrap();
+        let message = source.tensor("model.norm.weight", &[33], Kind::Float).unwrap_err().to_string();
+        assert!(message.contains("model.safetensors") && message.contains("`model.norm.weight`"), "{message}");
+        assert!(message.contains("[32]") && message.contains("[33]"), "{message}");
+        let message = source.tensor("lm_head.weight", &[160, 32], Kind::Float).unwrap_err().to_string();
+        assert!(message.contains("`lm_head.weight`") && message.contains("tie_word_embeddings"), "{message}");
+        let file = open(&golden("llama_tied.gguf")).unwrap();
+        assert!(matches!(file.tensor("model.norm.weight", &[33], Kind::Float), Err(WeightsError::Shape { .. })));
+        assert!(matches!(file.tensor("model.other", &[33], Kind::Float), Err(WeightsError::MissingTensor { .. })));
+    }
+
+    #[test]
+    fn folders_without_what_is_needed_are_refused() {
+        assert!(matches!(open(Path::new("absent")), Err(WeightsError::NotFound(_))));
+        for (missing, model) in [
+            ("config.json", "llama_tied"),
+            ("model.safetensors", "llama_tied"),
+            ("model-00002-of-00003.safetensors", "qwen3_untied_sharded"),
+        ] {
+            let folder = copy_of(model);
+            std::fs::remove_file(folder.path().join(missing)).unwrap();
+            let message = open(folder.path()).unwrap_err().to_string();
+            assert!(message.contains(&format!("`{missing}`")), "{message}");
+        }
+    }
+
+    #[test]
+    fn damaged_files_are_refused_by_name() {
+        let folder = copy_of("llama_tied");
+        std::fs::write(folder.path().join("config.json"), "{").unwrap();
+        let message = open(folder.path()).unwrap().config().unwrap_err().to_string();
+        assert!(message.contains("config.json"), "{message}");
+
+        std::fs::write(folder.path().join("config.json"), r#"{"model_type": "gpt2"}"#).unwrap();
+        let message = open(folder.path()).unwrap().config().unwrap_err().to_string();
+        assert!(message.contains("config.json") && message.contains("gpt2"), "{message}");
+
+        let weights = folder.path().join("model.safetensors");
+        let bytes = std::fs::read(&weights).unwrap();
+        std::fs::write(&weights, &bytes[..bytes.len() / 2]).unwrap();
+        let message = open(folder.path()).unwrap_err().to_string();
+        assert!(message.contains("model.safetensors") && message.contains("truncated"), "{message}");
+
+        let message = open(&weights).unwrap_err().to_string();
+        assert!(message.contains("not a GGUF file"), "{message}");
+    }
+}

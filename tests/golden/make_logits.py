@@ -1,0 +1,224 @@
+"""Makes the golden files in `tests/golden/logits/` that `model/tests/golden.rs` and the model crate's unit tests compare with.
+
+Run from the project's root, once `make setup` has fetched the sample model:
+
+    python3 -m venv golden-venv && golden-venv/bin/pip install torch==2.11.0 transformers==5.17.0 accelerate gguf safetensors
+    golden-venv/bin/python tests/golden/make_logits.py
+
+Everything is seeded: the same versions give the same files. What is made:
+
+- `NAME/` for four tiny models: `config.json`, weights (safetensors, one of them sharded) and `golden.safetensors` with `ids` [T]
+  and `logits` [T, V] of one sequence;
+- `NAME.gguf` for two of them, in llama.cpp's names and its order of query and key rows;
+- `dequantise.safetensors`: random blocks of every quantised ggml kind (`KIND.bytes`) and their values (`KIND.values`);
+- `smollm2.safetensors`: logits of a rendered chat prompt on 64 columns, argmax and logsumexp over all columns;
+- `smollm2_greedy.json`: five chat prompts with the 64 tokens that greedy decoding gives.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
+
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "tests" / "golden" / "logits"
+SAMPLE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+TINY = dict(
+    vocab_size=160,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=128,
+)
+MODELS = {
+    "llama_tied": LlamaConfig(**TINY, tie_word_embeddings=True, rms_norm_eps=1e-5),
+    "llama_untied_scaled": LlamaConfig(**TINY, tie_word_embeddings=False, rms_norm_eps=1e-5, rope_parameters=LLAMA3),
+    "qwen3_tied": Qwen3Config(**TINY, head_dim=8, tie_word_embeddings=True, rms_norm_eps=1e-6),
+    "qwen3_untied_sharded": Qwen3Config(
+        **{**TINY, "num_hidden_layers": 3}, head_dim=12, tie_word_embeddings=False, rms_norm_eps=1e-6
+    ),
+}
+GREEDY_PROMPTS = [
+    "Explain in a few sentences why the sky is blue.",
+    "Write a short story about a cat who learns to swim.",
+    "A baker makes 12 loaves an hour for 6 hours and sells 50 of them. How many are left? Explain step by step.",
+    "Write a Python function that returns the largest number of a list, with a comment on every line.",
+    "Give me five tips for learning to play the piano.",
+]
+
+
+def tiny_model(name, config, seed):
+    """Random weights large enough that attention and the norms matter, and logits that differ clearly."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+            else:
+                parameter.copy_(1.5 * torch.randn_like(parameter) / parameter.shape[1] ** 0.5)
+    folder = OUT / name
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder, max_shard_size="60KB" if "sharded" in name else "5GB")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    ids = torch.randint(0, config.vocab_size, (48,))
+    logits = logits_of(model, ids)
+    save_file({"ids": ids, "logits": logits}, folder / "golden.safetensors")
+    return model, ids, logits
+
+
+@torch.no_grad()
+def logits_of(model, ids):
+    return model(ids[None]).logits[0].float().contiguous()
+
+
+def write_gguf(model, name, architecture):
+    """Stores a model as llama.cpp's converter does: its names, and for Llama query and key rows in pairs."""
+    config = model.config
+    path = OUT / f"{name}.gguf"
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
+    names = {
+        "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    for parameter_name, parameter in model.named_parameters():
+        stem = parameter_name.removesuffix(".weight")
+        values = parameter.detach().numpy()
+        if stem in outer:
+            writer.add_tensor(f"{outer[stem]}.weight", values)
+            continue
+        _, _, layer, inner = stem.split(".", 3)
+        heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}.get(inner)
+        if architecture == "llama" and heads:
+            values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        writer.add_tensor(f"blk.{layer}.{names[inner]}.weight", np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def random_blocks():
+    """Random bits everywhere, but scales of ordinary size where a float is stored."""
+    random = np.random.default_rng(7)
+    scale_offsets = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
+                     "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+    tensors = {}
+    for name, offsets in scale_offsets.items():
+        kind = gguf.GGMLQuantizationType[name]
+        _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        blocks = random.integers(0, 256, (3, block_bytes), dtype=np.uint8)
+        for offset in offsets:
+            blocks[:, offset : offset + 2] = random.normal(0, 0.1, (3, 1)).astype(np.float16).view(np.uint8)
+        tensors[f"{name}.bytes"] = torch.from_numpy(blocks.reshape(-1))
+        tensors[f"{name}.values"] = torch.from_numpy(gguf.quants.dequantize(blocks, kind).reshape(-1).copy())
+    floats = random.normal(0, 3, 17).astype(np.float32)
+    halves = floats.astype(np.float16)
+    brain = torch.from_numpy(floats).to(torch.bfloat16)
+    for name, stored, values in [
+        ("F32", torch.from_numpy(floats), torch.from_numpy(floats)),
+        ("F16", torch.from_numpy(halves), torch.from_numpy(halves.astype(np.float32))),
+        ("BF16", brain, brain.float()),
+    ]:
+        tensors[f"{name}.bytes"] = stored.view(torch.uint8).clone()
+        tensors[f"{name}.values"] = values.clone()
+    save_file(tensors, OUT / "dequantise.safetensors")
+
+
+@torch.no_grad()
+def sample_model():
+    models = ROOT / ".models"
+    tokenizer = AutoTokenizer.from_pretrained(models, gguf_file=SAMPLE)
+    model = AutoModelForCausalLM.from_pretrained(models, gguf_file=SAMPLE, dtype=torch.float32, attn_implementation="eager").eval()
+
+    def render(text):
+        chat = [{"role": "user", "content": text}]
+        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+    ids = torch.tensor(render("What is the capital of France, and which river flows through it?"))
+    logits = logits_of(model, ids)
+    columns = torch.from_numpy(np.random.default_rng(3).choice(logits.shape[1], 64, replace=False)).sort().values
+    save_file(
+        {
+            "ids": ids,
+            "columns": columns,
+            "logits": logits[:, columns].contiguous(),
+            "argmax": logits.argmax(1),
+            "logsumexp": logits.logsumexp(1),
+        },
+        OUT / "smollm2.safetensors",
+    )
+
+    prompts = []
+    for text in GREEDY_PROMPTS:
+        prompt = torch.tensor(render(text))
+        output = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), do_sample=False, max_new_tokens=64)[0]
+        assert len(output) == len(prompt) + 64, f"the answer to `{text}` ends early"
+        # Another order of additions may change a logit by about 1e-4: a nearer tie would make the comparison a matter of luck.
+        top = logits_of(model, output)[len(prompt) - 1 : -1].topk(2).values
+        margin = (top[:, 0] - top[:, 1]).min().item()
+        assert margin > 1e-3, f"the answer to `{text}` has a near-tie of {margin}"
+        response = output[len(prompt) :]
+        print(f"--- {text} (smallest margin {margin:.4f})\n{tokenizer.decode(response)}")
+        prompts.append({"text": text, "prompt_ids": prompt.tolist(), "response_ids": response.tolist()})
+    lines = ",\n".join(json.dumps(prompt) for prompt in prompts)
+    (OUT / "smollm2_greedy.json").write_text(f"[\n{lines}\n]\n")
+
+
+def main():
+    OUT.mkdir(parents=True, exist_ok=True)
+    for seed, (name, config) in enumerate(MODELS.items()):
+        model, ids, logits = tiny_model(name, config, seed)
+        if name in ("llama_tied", "qwen3_tied"):
+            write_gguf(model, name, config.model_type)
+            # transformers reads the file back to the same logits, so the order of rows is llama.cpp's. (It has to be told the
+            # configuration: by itself it overlooks Qwen3's head size.)
+            back = AutoModelForCausalLM.from_pretrained(OUT, gguf_file=f"{name}.gguf", config=config, dtype=torch.float32).eval()
+            assert torch.allclose(logits_of(back, ids), logits, atol=1e-4), name
+    random_blocks()
+    sample_model()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+//! Responses and their blocks as the flat rows of one forward (ALGORITHMS: D3D's two streams in one sequence).
+//!
+//! A response contributes its clean tokens, then for each anchor a block `[anchor token, mask, mask, …]` at the anchor's true positions.
+//! `Sequence` says which rows see which; nothing is padded.
+
+use configs::Labels;
+use data::supervision::Example;
+use model::Sequence;
+
+/// What a block looks like and how its slots are labelled.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BlockShape {
+    /// Anchor slot + masks.
+    pub block_size: usize,
+    pub mask_token: u32,
+    pub labels: Labels,
+}
+
+/// A row of the forward that has a label.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LabelledRow {
+    pub row: usize,
+    pub label: u32,
+    /// Its share of the loss before division by the batch's total.
+    pub weight: f64,
+    /// For a block's slot, which draft it is (0 is the first); unused for clean rows.
+    pub draft: usize,
+}
+
+/// One forward's rows and labels.
+#[derive(Debug, Clone, Default)]
+pub struct Batch {
+    pub ids: Vec<u32>,
+    pub positions: Vec<usize>,
+    pub sequences: Vec<Sequence>,
+    /// Block slots, weighted exp(-draft / γ).
+    pub diffusion: Vec<LabelledRow>,
+    /// Clean rows whose next token is supervised, weight one.
+    pub autoregressive: Vec<LabelledRow>,
+    /// Clean tokens, for throughput and `training_tokens`.
+    pub clean_tokens: usize,
+}
+
+impl BlockShape {
+    /// The first slot that is scored, and how far the label of slot `j` lies from `anchor + j`.
+    ///
+    /// `in_place`: slot j predicts the token at anchor + j, slot 0 holds a known token. `next`: slot j predicts the one after.
+    fn first_slot_and_shift(self) -> (usize, usize) {
+        match self.labels {
+            Labels::InPlace => (1, 0),
+            Labels::Next => (0, 1),
+        }
+    }
+}
+
+impl Batch {
+    /// Packs responses, each with its sorted anchors. `gamma` is the decay of the position weights.
+    pub fn pack(responses: &[(&Example, Vec<usize>)], shape: BlockShape, gamma: f64) -> Self {
+        let mut batch = Self::default();
+        for (example, anchors) in responses {
+            batch.push(example, anchors, shape, gamma);
+        }
+        batch
+    }
+
+    fn push(&mut self, example: &Example, anchors: &[usize], shape: BlockShape, gamma: f64) {
+        let first_row = self.ids.len();
+        let length = example.ids.len();
+        self.ids.extend_from_slice(&example.ids);
+        self.positions.extend(0..length);
+        self.clean_tokens += length;
+        for position in example.prompt_length.max(1) - 1..length.saturating_sub(1) {
+            let label = example.ids[position + 1];
+            self.autoregressive.push(LabelledRow { row: first_row + position, label, weight: 1.0, draft: 0 });
+        }
+        let (first_slot, shift) = shape.first_slot_and_shift();
+        for &anchor in anchors {
+            let first_of_block = self.ids.len();
+            self.ids.push(example.ids[anchor]);
+            self.ids.extend(std::iter::repeat_n(shape.mask_token, shape.block_size - 1));
+            self.positions.extend(anchor..anchor + shape.block_size);
+            for slot in first_slot..shape.block_size {
+                let Some(&label) = example.ids.get(anchor + slot + shift) else { break };
+                let draft = slot - first_slot;
+                let weight = (-(draft as f64) / gamma).exp();
+                self.diffusion.push(LabelledRow { row: first_of_block + slot, label, weight, draft });
+            }
+        }
+        self.sequences.push(Sequence { first_row, clean: length, anchors: anchors.to_vec() });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const EXAMPLE: [u32; 6] = [10, 11, 12, 13, 14, 15];
+
+    fn pack(labels: Labels, anchors: &[usize]) -> Batch {
+        let example = Example { ids: EXAMPLE.to_vec(), prompt_length: 2 };
+        Batch::pack(&[(&example, anchors.to_vec())], BlockShape { block_size: 3, mask_token: 99, labels }, 2.0)
+    }
+
+    #[test]
+    fn a_block_holds_its_anchor_and_masks_at_true_positions() {
+        let batch = pack(Labels::InPlace, &[2, 4]);
+        assert_eq!(batch.ids, [10, 11, 12, 13, 14, 15, 12, 99, 99, 14, 99, 99]);
+        assert_eq!(batch.positions, [0, 1, 2, 3, 4, 5, 2, 3, 4, 4, 5, 6]);
+    }
+
+    #[test]
+    fn in_place_labels_stand_where_they_predict_and_skip_the_anchor() {
+        let rows: Vec<_> = pack(Labels::InPlace, &[2, 4]).diffusion.iter().map(|row| (row.row, row.label, row.draft)).collect();
+        // The last block's second mask would predict beyond the response.
+        assert_eq!(rows, [(7, 13, 0), (8, 14, 1), (10, 15, 0)]);
+    }
+
+    #[test]
+    fn next_labels_are_one_further_and_score_every_slot() {
+        let rows: Vec<_> = pack(Labels::Next, &[2, 4]).diffusion.iter().map(|row| (row.row, row.label, row.draft)).collect();
+        assert_eq!(rows, [(6, 13, 0), (7, 14, 1), (8, 15, 2), (9, 15, 0)]);
+    }
+
+    #[test]
+    fn weights_decay_and_clean_rows_predict_supervised_tokens_only() {
+        let batch = pack(Labels::Next, &[2]);
+        assert_eq!(batch.diffusion[0].weight, 1.0);
+        assert!((batch.diffusion[2].weight - (-1.0_f64).exp()).abs() < 1e-12);
+        let clean: Vec<_> = batch.autoregressive.iter().map(|row| (row.row, row.label)).collect();
+        assert_eq!(clean, [(1, 12), (2, 13), (3, 14), (4, 15)]);
+    }
+
+    #[test]
+    fn rows_of_several_responses_follow_each_other() {
+        let example = Example { ids: EXAMPLE.to_vec(), prompt_length: 2 };
+        let shape = BlockShape { block_size: 3, mask_token: 99, labels: Labels::Next };
+        let batch = Batch::pack(&[(&example, vec![2]), (&example, vec![])], shape, 2.0);
+        assert_eq!(batch.sequences[1].first_row, 9);
+        assert_eq!(batch.ids.len(), 15);
+        assert_eq!(batch.clean_tokens, 12);
+    }
+}

@@ -1,0 +1,115 @@
+//! Losses over logits and their gradients, by formula rather than by autograd: `[R, V]` logits live for one chunk of rows only.
+//!
+//! A loss is one function from a chunk's f32 logits `[R, V]` to the loss of each row `[R]` and its gradient with respect to the logits
+//! `[R, V]`. Weights are applied by the caller ([`crate::backward`]).
+
+use tch::{Kind, Tensor};
+
+/// The loss of each row and its gradient.
+pub struct RowLoss {
+    pub loss_r: Tensor,
+    pub gradient_rv: Tensor,
+}
+
+/// Cross entropy: `-log softmax(logits)[label]`; its gradient is `softmax - one_hot`.
+pub fn cross_entropy(logits_rv: &Tensor, label_r: &Tensor) -> RowLoss {
+    let label_r1 = label_r.unsqueeze(1);
+    let log_probability_rv = logits_rv.log_softmax(-1, Kind::Float);
+    let loss_r = -log_probability_rv.gather(1, &label_r1, false).squeeze_dim(1);
+    let minus_one_r1 = label_r1.ones_like().to_kind(Kind::Float).neg();
+    let gradient_rv = log_probability_rv.exp().scatter_add(1, &label_r1, &minus_one_r1);
+    RowLoss { loss_r, gradient_rv }
+}
+
+/// How an unpruned drafter teaches a pruned one.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Distillation {
+    /// Softens both distributions; the loss is multiplied by its square, so that the gradient keeps its size.
+    pub temperature: f64,
+    /// How far the gold token must lead the teacher's other logits.
+    pub margin: f64,
+}
+
+/// Forward divergence KL(teacher ‖ student) at a temperature, the teacher corrected so that the gold token always leads
+/// ([`gold_corrected`]).
+pub fn distillation(logits_rv: &Tensor, teacher_logits_rv: &Tensor, label_r: &Tensor, how: Distillation) -> RowLoss {
+    let teacher_rv = gold_corrected(teacher_logits_rv, label_r, how.margin) / how.temperature;
+    let log_teacher_rv = teacher_rv.log_softmax(-1, Kind::Float);
+    let log_student_rv = (logits_rv / how.temperature).log_softmax(-1, Kind::Float);
+    let teacher_rv = log_teacher_rv.exp();
+    let squared = how.temperature * how.temperature;
+    let loss_r = (&teacher_rv * (&log_teacher_rv - &log_student_rv)).sum_dim_intlist(-1, false, Kind::Float) * squared;
+    let gradient_rv = (log_student_rv.exp() - teacher_rv) * how.temperature;
+    RowLoss { loss_r, gradient_rv }
+}
+
+/// Teacher logits whose gold entry is lifted to (best other + margin) wherever it does not lead by the margin; all else untouched.
+pub fn gold_corrected(logits_rv: &Tensor, label_r: &Tensor, margin: f64) -> Tensor {
+    let label_r1 = label_r.unsqueeze(1);
+    let gold_r1 = logits_rv.gather(1, &label_r1, false);
+    let lowest_r1 = gold_r1.full_like(f64::NEG_INFINITY);
+    let best_other_r1 = logits_rv.scatter(1, &label_r1, &lowest_r1).amax(-1, true);
+    let lifted_r1 = gold_r1.maximum(&(best_other_r1 + margin));
+    logits_rv.scatter(1, &label_r1, &lifted_r1)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use tch::Device;
+
+    fn logits(seed: f64) -> Tensor {
+        (Tensor::arange(15, (Kind::Float, Device::Cpu)).view([3, 5]) * seed).sin() * 2.0
+    }
+
+    fn labels() -> Tensor {
+        Tensor::from_slice(&[1_i64, 4, 0])
+    }
+
+    fn assert_close(left: &Tensor, right: &Tensor, tolerance: f64) {
+        let difference = f64::try_from((left - right).abs().max()).unwrap();
+        assert!(difference < tolerance, "difference {difference}");
+    }
+
+    #[test]
+    fn cross_entropy_equals_autograd() {
+        let leaf = logits(1.3).set_requires_grad(true);
+        let plain = leaf.cross_entropy_loss::<Tensor>(&labels(), None, tch::Reduction::Sum, -100, 0.0);
+        plain.backward();
+        let ours = cross_entropy(&leaf.detach(), &labels());
+        assert_close(&ours.loss_r.sum(Kind::Float), &plain.detach(), 1e-6);
+        assert_close(&ours.gradient_rv, &leaf.grad(), 1e-6);
+    }
+
+    #[test]
+    fn distillation_equals_autograd() {
+        let how = Distillation { temperature: 2.0, margin: 0.5 };
+        let teacher = gold_corrected(&logits(0.7), &labels(), 0.5) / 2.0;
+        let leaf = logits(1.3).set_requires_grad(true);
+        let log_student = (&leaf / 2.0).log_softmax(-1, Kind::Float);
+        let plain = log_student.kl_div(&teacher.softmax(-1, Kind::Float), tch::Reduction::Sum, false) * 4.0;
+        plain.backward();
+        let ours = distillation(&leaf.detach(), &logits(0.7), &labels(), how);
+        assert_close(&ours.loss_r.sum(Kind::Float), &plain.detach(), 1e-5);
+        assert_close(&ours.gradient_rv, &leaf.grad(), 1e-5);
+    }
+
+    #[test]
+    fn equal_models_have_no_divergence() {
+        // The gold tokens lead by far, so that the correction leaves the teacher alone.
+        let same = Tensor::from_slice(&[0_f32, 9.0, 1.0, 2.0, 9.0, 1.0]).view([2, 3]);
+        let gold = Tensor::from_slice(&[1_i64, 1]);
+        let ours = distillation(&same, &same, &gold, Distillation { temperature: 1.0, margin: 0.5 });
+        assert_close(&ours.loss_r, &Tensor::zeros([2], (Kind::Float, Device::Cpu)), 1e-7);
+        assert_close(&ours.gradient_rv, &same.zeros_like(), 1e-7);
+    }
+
+    #[test]
+    fn the_gold_logit_leads_by_exactly_the_margin_where_it_did_not() {
+        let teacher = Tensor::from_slice(&[1_f32, 3.0, 2.0, /* leads by 2 */ 5.0, 3.0, 1.0, /* leads by 0.25 */ 1.0, 0.75, 0.0]).view([3, 3]);
+        let corrected = gold_corrected(&teacher, &Tensor::from_slice(&[0_i64, 0, 0]), 0.5);
+        let expected = [3.5, 3.0, 2.0, 5.0, 3.0, 1.0, 1.25, 0.75, 0.0];
+        assert_eq!(torch::to_f32s(&corrected), expected);
+    }
+}
