@@ -1,1 +1,133 @@
-fn main() {}
+//! The `drafthorse` binary: one match on the subcommand.
+//!
+//! Progress goes to stderr, results to stdout. Exit codes: 0 done, 1 failed, 2 bad usage or recipe, 3 interrupted and resumable.
+
+mod check;
+mod folder;
+mod models;
+mod progress;
+mod stages;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::progress::{LogFormat, Progress};
+use crate::stages::{Stage, Status};
+
+/// Trains, prunes and scores diffusion drafters: small models that let a large one answer several times faster without changing a
+/// token of its output.
+#[derive(Parser)]
+#[command(version, after_help = EXAMPLES)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// How progress is written to stderr.
+    #[arg(long, global = true, value_enum, default_value = "text")]
+    log_format: LogFormat,
+}
+
+const EXAMPLES: &str = "\
+Start here:
+  drafthorse run recipes/quickstart.toml                     everything, from prompts to a report
+  drafthorse check recipes/quickstart.toml                   what it would do, and with how much memory
+
+A stage that is done is skipped, one that was cut short goes on where it was, and one whose inputs changed is refused with the list
+of what changed, unless --restart STAGE. Exit codes: 0 done, 1 failed, 2 bad usage or recipe, 3 interrupted and resumable.";
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run all stages of a recipe: regenerate, train, prune, evaluate, then the report.
+    Run {
+        #[command(flatten)]
+        recipe: RecipeArgs,
+        /// Stop after this stage.
+        #[arg(long, value_enum, value_name = "STAGE")]
+        until: Option<Stage>,
+        /// Throw away what this stage and those after it made, and do them again.
+        #[arg(long, value_enum, value_name = "STAGE")]
+        restart: Option<Stage>,
+    },
+    /// Let the target answer the prompts: the responses that a drafter is trained on.
+    Regenerate(RecipeArgs),
+    /// Train the drafter on the responses.
+    Train(RecipeArgs),
+    /// Remove the layers whose absence costs the least acceptance length, recovering after each by distillation.
+    Prune(RecipeArgs),
+    /// Score every checkpoint with the decoders and write the report.
+    Evaluate(RecipeArgs),
+    /// Validate a recipe, and print it resolved with what it needs. Loads no weights and writes nothing.
+    Check(RecipeArgs),
+}
+
+#[derive(Args)]
+struct RecipeArgs {
+    /// The recipe, a TOML file. What it makes goes to runs/NAME below the current folder.
+    recipe: PathBuf,
+    /// Override one value, for example `--set train.steps=100`; may be given several times.
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    set: Vec<String>,
+}
+
+/// An error that is the user's to mend in the recipe or on the command line: exit code 2.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(crate) struct BadRecipe(pub(crate) String);
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        // The second signal ends the process at once, for whoever cannot wait for the step to finish.
+        let registered = signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&stop))
+            .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&stop)));
+        if let Err(error) = registered {
+            eprintln!("error: cannot watch for signals: {error}");
+            return ExitCode::from(1);
+        }
+    }
+    // A panic inside libtorch calls becomes an error at the edge of each step; the default hook would print it a second time.
+    std::panic::set_hook(Box::new(|_| {}));
+    let progress = Progress::new(cli.log_format);
+    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| dispatch(&cli.command, &progress, &stop)));
+    match outcome {
+        Ok(Ok(Status::Done)) => ExitCode::SUCCESS,
+        Ok(Ok(Status::Interrupted)) => {
+            progress.note("interrupted; everything done so far is saved. Run the same command again to go on");
+            ExitCode::from(3)
+        }
+        Ok(Err(error)) => {
+            progress.error(&format!("{error:#}"));
+            let bad_usage = error.is::<configs::RecipeError>() || error.is::<BadRecipe>();
+            ExitCode::from(if bad_usage { 2 } else { 1 })
+        }
+        Err(panic) => {
+            let message = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
+            progress.error(&format!(
+                "a defect in drafthorse: {}; please report it with the command",
+                message.unwrap_or("no message")
+            ));
+            ExitCode::from(1)
+        }
+    }
+}
+
+fn dispatch(command: &Command, progress: &Progress, stop: &AtomicBool) -> anyhow::Result<Status> {
+    let load = |args: &RecipeArgs| configs::load(&args.recipe, &args.set);
+    let one = |args: &RecipeArgs, stage| stages::run(&load(args)?, &[stage], None, progress, stop);
+    match command {
+        Command::Run { recipe, until, restart } => {
+            let last = until.unwrap_or(Stage::Evaluate);
+            let chosen: Vec<Stage> = Stage::ALL.into_iter().filter(|&stage| stage <= last).collect();
+            stages::run(&load(recipe)?, &chosen, *restart, progress, stop)
+        }
+        Command::Regenerate(args) => one(args, Stage::Regenerate),
+        Command::Train(args) => one(args, Stage::Train),
+        Command::Prune(args) => one(args, Stage::Prune),
+        Command::Evaluate(args) => one(args, Stage::Evaluate),
+        Command::Check(args) => check::check(&load(args)?).map(|()| Status::Done),
+    }
+}

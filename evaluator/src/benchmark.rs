@@ -22,6 +22,14 @@ pub struct Benchmark {
     pub prompts: Vec<Vec<u32>>,
 }
 
+/// What to run, and how.
+#[derive(Debug, Clone, Copy)]
+pub struct Plan<'a> {
+    pub benchmarks: &'a [Benchmark],
+    pub decoders: &'a [Decoder],
+    pub settings: &'a Settings,
+}
+
 /// What the autoregressive decoder did on a benchmark: the text all others must write, and the speed they are measured against.
 /// The target is the same for all checkpoints of a run, so this is measured once.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -56,18 +64,16 @@ pub fn decoder_name(decoder: Decoder) -> &'static str {
 /// # Errors
 /// [`DecodeError::Stopped`] when `stop` was set, [`DecodeError::NoDrafter`] when a decoder needs the one that is absent, and what the
 /// decoders give.
-#[allow(clippy::too_many_arguments)]
 pub fn evaluate(
     target: &Transformer,
     mut drafter: Option<&mut Drafter>,
-    benchmarks: &[Benchmark],
-    decoders: &[Decoder],
-    settings: &Settings,
+    plan: Plan<'_>,
     baselines: &mut BTreeMap<String, Baseline>,
     progress: &mut dyn FnMut(usize, usize),
     stop: &AtomicBool,
 ) -> Result<Evaluation, DecodeError> {
     // The others are compared with the autoregressive decoder, so it goes first whatever the order asked for.
+    let Plan { benchmarks, decoders, settings } = plan;
     let mut decoders = decoders.to_vec();
     decoders.sort_by_key(|&decoder| decoder != Decoder::Autoregressive);
     let runs: Vec<(&Benchmark, Decoder)> =

@@ -87,6 +87,24 @@ impl Transformer {
         }
     }
 
+    /// The same model over the same weights, outside any gradient graph.
+    pub fn shallow_clone(&self) -> Self {
+        self.with_layers(&(0..self.layers.len()).collect::<Vec<_>>())
+    }
+
+    /// The model of these layers, in this order, over the same weights: removing layers is leaving them out here.
+    pub fn with_layers(&self, kept: &[usize]) -> Self {
+        let config = ModelConfig { num_hidden_layers: kept.len(), ..self.config.clone() };
+        Self {
+            config,
+            embed_tokens: self.embed_tokens.detach(),
+            layers: kept.iter().map(|&index| self.layers[index].shallow_clone()).collect(),
+            norm: self.norm.detach(),
+            lm_head: self.lm_head.as_ref().map(Tensor::detach),
+            inverse_frequencies: self.inverse_frequencies.shallow_clone(),
+        }
+    }
+
     /// Every parameter with its Hugging Face name, in the order of [`ModelConfig::parameter_shapes`].
     pub fn named_parameters(&self) -> Vec<(String, &Tensor)> {
         let mut tensors = vec![&self.embed_tokens];
@@ -149,6 +167,22 @@ impl Transformer {
 }
 
 impl Layer {
+    fn shallow_clone(&self) -> Self {
+        Self {
+            input_layernorm: self.input_layernorm.detach(),
+            q_proj: self.q_proj.detach(),
+            k_proj: self.k_proj.detach(),
+            v_proj: self.v_proj.detach(),
+            o_proj: self.o_proj.detach(),
+            q_norm: self.q_norm.as_ref().map(Tensor::detach),
+            k_norm: self.k_norm.as_ref().map(Tensor::detach),
+            post_attention_layernorm: self.post_attention_layernorm.detach(),
+            gate_proj: self.gate_proj.detach(),
+            up_proj: self.up_proj.detach(),
+            down_proj: self.down_proj.detach(),
+        }
+    }
+
     /// The layer's parameters in the order of [`ModelConfig::parameter_shapes`].
     pub fn parameters(&self) -> Vec<&Tensor> {
         let mut tensors = vec![&self.input_layernorm, &self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj];

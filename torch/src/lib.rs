@@ -5,6 +5,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+pub use tch;
 use tch::{Device, Kind, TchError, Tensor};
 
 /// What can go wrong between a recipe's words and libtorch.

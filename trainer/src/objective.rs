@@ -107,7 +107,9 @@ mod tests {
 
     #[test]
     fn the_gold_logit_leads_by_exactly_the_margin_where_it_did_not() {
-        let teacher = Tensor::from_slice(&[1_f32, 3.0, 2.0, /* leads by 2 */ 5.0, 3.0, 1.0, /* leads by 0.25 */ 1.0, 0.75, 0.0]).view([3, 3]);
+        let teacher =
+            Tensor::from_slice(&[1_f32, 3.0, 2.0, /* leads by 2 */ 5.0, 3.0, 1.0, /* leads by 0.25 */ 1.0, 0.75, 0.0])
+                .view([3, 3]);
         let corrected = gold_corrected(&teacher, &Tensor::from_slice(&[0_i64, 0, 0]), 0.5);
         let expected = [3.5, 3.0, 2.0, 5.0, 3.0, 1.0, 1.25, 0.75, 0.0];
         assert_eq!(torch::to_f32s(&corrected), expected);

@@ -4,31 +4,47 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use configs::{Decoder, Labels};
-use evaluator::benchmark::{Benchmark, evaluate};
+use evaluator::benchmark::{Benchmark, Plan, evaluate};
 use evaluator::{DecodeError, Sampler, Settings};
 
 use crate::models::{noisy_drafter, prompts, random_model};
 
-const ALL: [Decoder; 3] = [Decoder::Asynchronous, Decoder::Autoregressive, Decoder::Lockstep];
+static ALL: [Decoder; 3] = [Decoder::Asynchronous, Decoder::Autoregressive, Decoder::Lockstep];
 
-fn settings() -> Settings {
-    Settings { sampler: Sampler::greedy(), stop_tokens: vec![4], max_new_tokens: 12, positions: 2, candidates: 2 }
+struct Setup {
+    benchmarks: Vec<Benchmark>,
+    settings: Settings,
 }
 
-fn benchmarks() -> Vec<Benchmark> {
-    let prompts = prompts(6, 10);
-    let part = |name: &str, prompts: &[Vec<u32>]| Benchmark { name: name.to_string(), prompts: prompts.to_vec() };
-    vec![part("first", &prompts[..2]), part("second", &prompts[2..])]
+impl Setup {
+    fn new() -> Self {
+        let prompts = prompts(6, 10);
+        let part = |name: &str, prompts: &[Vec<u32>]| Benchmark { name: name.to_string(), prompts: prompts.to_vec() };
+        Self {
+            benchmarks: vec![part("first", &prompts[..2]), part("second", &prompts[2..])],
+            settings: Settings {
+                sampler: Sampler::greedy(),
+                stop_tokens: vec![4],
+                max_new_tokens: 12,
+                positions: 2,
+                candidates: 2,
+            },
+        }
+    }
+
+    fn of<'a>(&'a self, decoders: &'a [Decoder]) -> Plan<'a> {
+        Plan { benchmarks: &self.benchmarks, decoders, settings: &self.settings }
+    }
 }
 
 #[test]
 fn a_score_has_every_decoder_on_every_benchmark() {
+    let plan = Setup::new();
     let target = random_model(10, 2, 1);
     let mut drafter = noisy_drafter(&target, 0.1, 4, Labels::Next, 2);
     let (mut baselines, mut calls, go_on) = (BTreeMap::new(), Vec::new(), AtomicBool::new(false));
     let mut progress = |done, total| calls.push((done, total));
-    let evaluation =
-        evaluate(&target, Some(&mut drafter), &benchmarks(), &ALL, &settings(), &mut baselines, &mut progress, &go_on).unwrap();
+    let evaluation = evaluate(&target, Some(&mut drafter), plan.of(&ALL), &mut baselines, &mut progress, &go_on).unwrap();
     assert_eq!(calls, (1..=18).map(|done| (done, 18)).collect::<Vec<_>>());
     for (name, count) in [("first", 2), ("second", 4)] {
         let of = |decoder: &str| &evaluation.decoders[decoder].benchmarks[name];
@@ -51,27 +67,19 @@ fn a_score_has_every_decoder_on_every_benchmark() {
 
 #[test]
 fn a_known_baseline_is_not_measured_again_and_other_texts_are_reported() {
+    let plan = Setup::new();
     let target = random_model(10, 2, 1);
     let mut drafter = noisy_drafter(&target, 0.1, 4, Labels::InPlace, 2);
     let (mut baselines, go_on) = (BTreeMap::new(), AtomicBool::new(false));
-    evaluate(&target, None, &benchmarks(), &ALL[1..2], &settings(), &mut baselines, &mut |_, _| {}, &go_on).unwrap();
+    evaluate(&target, None, plan.of(&ALL[1..2]), &mut baselines, &mut |_, _| {}, &go_on).unwrap();
     // As if the autoregressive decoder had written something else in one place, where the target has a clear preference.
     let first = baselines.get_mut("first").unwrap();
     let position = 1;
     let true_token = first.tokens[1][position];
     first.tokens[1][position] = (true_token + 1) % 10;
     let mut total = 0;
-    let evaluation = evaluate(
-        &target,
-        Some(&mut drafter),
-        &benchmarks(),
-        &ALL,
-        &settings(),
-        &mut baselines,
-        &mut |_, all| total = all,
-        &go_on,
-    )
-    .unwrap();
+    let evaluation =
+        evaluate(&target, Some(&mut drafter), plan.of(&ALL), &mut baselines, &mut |_, all| total = all, &go_on).unwrap();
     assert_eq!(total, 12);
     let figures = &evaluation.decoders["lockstep"].benchmarks["first"];
     assert_eq!((figures.identical_to_autoregressive, figures.near_ties), (Some(false), Some(0)));
@@ -85,14 +93,14 @@ fn a_known_baseline_is_not_measured_again_and_other_texts_are_reported() {
 
 #[test]
 fn the_stop_flag_and_an_absent_drafter_are_errors() {
+    let plan = Setup::new();
     let target = random_model(10, 2, 1);
     let mut drafter = noisy_drafter(&target, 0.1, 4, Labels::InPlace, 2);
     let stop = AtomicBool::new(false);
     let mut progress = |done, _| stop.store(done == 3, Ordering::Relaxed);
-    let result =
-        evaluate(&target, Some(&mut drafter), &benchmarks(), &ALL, &settings(), &mut BTreeMap::new(), &mut progress, &stop);
+    let result = evaluate(&target, Some(&mut drafter), plan.of(&ALL), &mut BTreeMap::new(), &mut progress, &stop);
     assert!(matches!(result, Err(DecodeError::Stopped)));
     let go_on = AtomicBool::new(false);
-    let result = evaluate(&target, None, &benchmarks(), &ALL, &settings(), &mut BTreeMap::new(), &mut |_, _| {}, &go_on);
+    let result = evaluate(&target, None, plan.of(&ALL), &mut BTreeMap::new(), &mut |_, _| {}, &go_on);
     assert!(matches!(result, Err(DecodeError::NoDrafter { decoder: "asynchronous" })));
 }

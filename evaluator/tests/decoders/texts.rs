@@ -34,18 +34,24 @@ fn tokens(texts: &[Decoded]) -> Vec<&[u32]> {
     texts.iter().map(|text| text.tokens.as_slice()).collect()
 }
 
+/// What a round drafted, best tokens first: its verified slots, the guesses of the bonus token; and what became of it.
+struct Before<'a> {
+    verified: Vec<Vec<u32>>,
+    guesses: Option<Vec<u32>>,
+    round: &'a Round,
+}
+
 /// Checks each round of a text against drafts and outcomes worked out without any cache, pack or second thread.
 fn check_rounds(drafter: &Drafter, prompt: &[u32], text: &Decoded, settings: &Settings) {
     let mut known = 1;
-    // The slots of the previous round's draft that were verified, best tokens first; the guesses of its bonus token; its outcome.
-    let mut previous: Option<(Vec<Vec<u32>>, Option<Vec<u32>>, &Round)> = None;
+    let mut previous: Option<Before<'_>> = None;
     for round in &text.rounds {
         let anchor = text.tokens[known - 1];
         let prefix = [prompt, &text.tokens[..known - 1]].concat();
         let mut slots = fresh_ranking(drafter, &prefix, anchor);
         let mut bonus = if drafter.labels == Labels::Next { slots.pop() } else { None };
         let mut expected = Lookup::First;
-        if let Some((verified, guesses, before)) = previous {
+        if let Some(Before { verified, guesses, round: before }) = previous {
             let hit_or = |hit: bool, miss| if hit { Lookup::Hit } else { miss };
             expected = match (verified.get(before.accepted), guesses) {
                 (Some(_), _) if before.accepted >= settings.positions => Lookup::BeyondPositions,
@@ -70,7 +76,7 @@ fn check_rounds(drafter: &Drafter, prompt: &[u32], text: &Decoded, settings: &Se
         assert_eq!((round.accepted, round.committed), (agreeing, rest.len().min(agreeing + 1)));
         assert_eq!(round.drafted, if agreeing == rest.len() { agreeing } else { slots.len() });
         known += round.committed;
-        previous = Some((slots, bonus, round));
+        previous = Some(Before { verified: slots, guesses: bonus, round });
     }
     assert_eq!(known, text.tokens.len());
 }

@@ -1,0 +1,197 @@
+//! Models, tokenizers and chat templates as a recipe names them.
+
+use std::path::Path;
+
+use anyhow::Context;
+use configs::{Dtype, Recipe};
+use data::chat::ChatTemplate;
+use data::gguf::GgufFile;
+use data::tokenizer::{SpecialTokens, Tokenizer};
+use model::checkpoint::{DrafterFile, TextFiles};
+use model::{ModelConfig, Transformer};
+use torch::tch::{Device, Kind, Tensor, no_grad_guard};
+use trainer::batch::BlockShape;
+
+use crate::BadRecipe;
+use crate::folder::local_model;
+
+/// What turns a chat into token ids and back.
+pub(crate) struct Text {
+    pub(crate) tokenizer: Tokenizer,
+    pub(crate) special: SpecialTokens,
+    pub(crate) template: ChatTemplate,
+}
+
+impl Text {
+    /// From a model folder or a GGUF file.
+    pub(crate) fn load(model: &str) -> anyhow::Result<Self> {
+        let path = local_model(model)?;
+        if path.is_dir() {
+            let special = SpecialTokens::from_configuration(&path.join("tokenizer_config.json"))?;
+            let tokenizer = Tokenizer::from_file(&path.join("tokenizer.json"))?;
+            return Ok(Self { tokenizer, special, template: ChatTemplate::from_folder(&path)? });
+        }
+        let gguf = GgufFile::open(&path)?;
+        let (tokenizer, special) = (Tokenizer::from_gguf(&gguf)?, SpecialTokens::from_gguf(&gguf));
+        Ok(Self { tokenizer, special, template: ChatTemplate::from_gguf(&gguf)? })
+    }
+
+    /// A chat as the target's prompt: its text and its ids.
+    pub(crate) fn prompt(&self, messages: &[data::prompts::Message], thinking: bool) -> anyhow::Result<(String, Vec<u32>)> {
+        let text = self.template.render(messages, true, Some(thinking))?;
+        let ids = self.tokenizer.encode(&text, false)?;
+        Ok((text, ids))
+    }
+
+    /// The text files of a checkpoint.
+    pub(crate) fn files(&self) -> TextFiles {
+        TextFiles {
+            tokenizer: self.tokenizer.to_json().to_string(),
+            tokenizer_config: self.special.to_configuration(self.template.source()),
+            generation_config: None,
+        }
+    }
+}
+
+/// The shape of a model named in a recipe, without its weights.
+pub(crate) fn model_config(model: &str) -> anyhow::Result<ModelConfig> {
+    Ok(model::weights::open(&local_model(model)?)?.config()?)
+}
+
+/// A recipe's dtype on a device.
+pub(crate) fn kind(dtype: Dtype, device: Device) -> Kind {
+    match dtype {
+        Dtype::F32 => Kind::Float,
+        Dtype::Bf16 => Kind::BFloat16,
+        Dtype::Auto => {
+            if torch::has_bf16_units(device) {
+                Kind::BFloat16
+            } else {
+                Kind::Float
+            }
+        }
+    }
+}
+
+/// The name of a kind in recipes and scores.
+pub(crate) fn kind_name(kind: Kind) -> &'static str {
+    if kind == Kind::BFloat16 { "bf16" } else { "f32" }
+}
+
+/// Loads the target.
+pub(crate) fn target(recipe: &Recipe) -> anyhow::Result<Transformer> {
+    let device = torch::device(&recipe.devices.target)?;
+    let path = local_model(&recipe.target.model)?;
+    model::weights::load(&path, kind(recipe.target.dtype, device), device)
+        .with_context(|| format!("cannot load target `{}`", path.display()))
+}
+
+/// The drafter's device and compute kind.
+pub(crate) fn drafter_place(recipe: &Recipe) -> anyhow::Result<(Device, Kind)> {
+    let device = torch::device(&recipe.devices.drafter)?;
+    Ok((device, kind(recipe.drafter.dtype, device)))
+}
+
+/// What a block looks like by the recipe.
+pub(crate) fn block_shape(recipe: &Recipe) -> BlockShape {
+    let drafter = &recipe.drafter;
+    BlockShape { block_size: drafter.block_size, mask_token: drafter.mask_token, labels: drafter.labels }
+}
+
+/// The layers of the initial model that the drafter keeps.
+pub(crate) fn initial_layers(recipe: &Recipe, depth: usize) -> anyhow::Result<Vec<usize>> {
+    let spread = |count: usize| match count {
+        1 => vec![0],
+        _ => (0..count).map(|index| (index * (depth - 1) + (count - 1) / 2) / (count - 1)).collect(),
+    };
+    let layers = match (&recipe.drafter.layers, recipe.drafter.keep_layers) {
+        (Some(layers), _) => layers.clone(),
+        (None, Some(count)) if count <= depth => spread(count),
+        (None, Some(count)) => {
+            return Err(BadRecipe(format!("`drafter.keep_layers` is {count}, but `drafter.init` has {depth} layers")).into());
+        }
+        (None, None) => (0..depth).collect(),
+    };
+    match layers.iter().find(|&&layer| layer >= depth) {
+        Some(layer) => {
+            Err(BadRecipe(format!("`drafter.layers` names layer {layer}, but `drafter.init` has layers 0 to {}", depth - 1))
+                .into())
+        }
+        None => Ok(layers),
+    }
+}
+
+/// Refuses a recipe that its models cannot carry out, before any work is done.
+pub(crate) fn check_shapes(recipe: &Recipe) -> anyhow::Result<(ModelConfig, ModelConfig)> {
+    let (target, init) = (model_config(&recipe.target.model)?, model_config(&recipe.drafter.init)?);
+    let bad = |message: String| Err(BadRecipe(message).into());
+    if target.vocab_size != init.vocab_size {
+        return bad(format!(
+            "`drafter.init` has a vocabulary of {} and `target.model` of {}; they must be the same",
+            init.vocab_size, target.vocab_size
+        ));
+    }
+    if i64::from(recipe.drafter.mask_token) >= init.vocab_size {
+        return bad(format!(
+            "`drafter.mask_token` is {}, but `drafter.init` has {} embedding rows; choose one below it that chats do not use",
+            recipe.drafter.mask_token, init.vocab_size
+        ));
+    }
+    let depth = initial_layers(recipe, init.num_hidden_layers)?.len();
+    if let Err(error) = pruner::pruning::check(layers_to_remove(recipe, depth), recipe.prune.min_layers, depth) {
+        return bad(error.to_string());
+    }
+    Ok((target, init))
+}
+
+/// How many layers pruning may remove: as asked, else down to `prune.min_layers`.
+pub(crate) fn layers_to_remove(recipe: &Recipe, depth: usize) -> usize {
+    recipe.prune.remove.unwrap_or_else(|| depth.saturating_sub(recipe.prune.min_layers))
+}
+
+/// The drafter before training, in f32: the initial model's layers, its mask row set to the mean of the other rows, its head untied
+/// if asked.
+pub(crate) fn initial_drafter(recipe: &Recipe, device: Device) -> anyhow::Result<Transformer> {
+    let path = local_model(&recipe.drafter.init)?;
+    let _no_grad = no_grad_guard();
+    let loaded =
+        model::weights::load(&path, Kind::Float, device).with_context(|| format!("cannot load drafter `{}`", path.display()))?;
+    let mut drafter = loaded.with_layers(&initial_layers(recipe, loaded.layers.len())?);
+    if recipe.drafter.untie_head && drafter.lm_head.is_none() {
+        drafter.lm_head = Some(drafter.embed_tokens.copy());
+        drafter.config.tie_word_embeddings = false;
+    }
+    let rows = drafter.config.vocab_size;
+    let mask = i64::from(recipe.drafter.mask_token);
+    let row: Tensor = drafter.embed_tokens.select(0, mask);
+    let others = drafter.embed_tokens.sum_dim_intlist(0_i64, false, Kind::Float) - &row;
+    row.shallow_clone().copy_(&(others / (rows - 1) as f64));
+    Ok(drafter)
+}
+
+/// The description of a drafter that this recipe makes.
+pub(crate) fn drafter_file(recipe: &Recipe, layers: usize) -> DrafterFile {
+    let labels = match recipe.drafter.labels {
+        configs::Labels::InPlace => "in_place",
+        configs::Labels::Next => "next",
+    };
+    DrafterFile {
+        kind: "d3d".to_string(),
+        block_size: recipe.drafter.block_size,
+        labels: labels.to_string(),
+        mask_token: recipe.drafter.mask_token,
+        removed_layers: Vec::new(),
+        parent: None,
+        recipe_hash: data::files::sha256_hex(recipe.to_toml())[..16].to_string(),
+        thinking: recipe.target.thinking,
+        training_tokens: 0,
+        step: 0,
+        layers,
+    }
+}
+
+/// Loads a drafter's checkpoint for drafting.
+pub(crate) fn load_drafter(recipe: &Recipe, folder: &Path) -> anyhow::Result<(Transformer, DrafterFile)> {
+    let (device, kind) = drafter_place(recipe)?;
+    Ok(model::checkpoint::load(folder, kind, device)?)
+}

@@ -1,0 +1,131 @@
+//! Progress for a person (bars on a terminal, plain lines when not) or for a machine (a JSON object a line). All of it on stderr.
+
+use std::cell::Cell;
+use std::io::IsTerminal;
+use std::time::{Duration, Instant};
+
+use clap::ValueEnum;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::json;
+
+/// How progress is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LogFormat {
+    /// Bars on a terminal, plain lines elsewhere.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// How often a bar that is not drawn writes a line instead.
+const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Writes everything that is not a result.
+pub(crate) struct Progress {
+    format: LogFormat,
+}
+
+impl Progress {
+    pub(crate) fn new(format: LogFormat) -> Self {
+        Self { format }
+    }
+
+    /// A line that stays.
+    pub(crate) fn note(&self, message: &str) {
+        self.line("note", message, message);
+    }
+
+    /// What went wrong.
+    pub(crate) fn error(&self, message: &str) {
+        self.line("error", message, &format!("error: {message}"));
+    }
+
+    fn line(&self, kind: &str, message: &str, text: &str) {
+        match self.format {
+            LogFormat::Text => eprintln!("{text}"),
+            LogFormat::Json => eprintln!("{}", json!({ kind: message })),
+        }
+    }
+
+    /// A bar of `length` units under a title.
+    pub(crate) fn bar(&self, title: &str, length: usize) -> Bar {
+        let drawn = self.format == LogFormat::Text && std::io::stderr().is_terminal();
+        let target = if drawn { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let bar = ProgressBar::with_draw_target(Some(length as u64), target);
+        let template = "{prefix:>12} {wide_bar} {pos}/{len} {msg} [{elapsed_precise} + {eta_precise}]";
+        if let Ok(style) = ProgressStyle::with_template(template) {
+            bar.set_style(style);
+        }
+        bar.set_prefix(title.to_string());
+        let begun = Instant::now();
+        Bar {
+            bar,
+            drawn,
+            format: self.format,
+            title: title.to_string(),
+            begun,
+            last_line: Cell::new(None),
+            first: Cell::new(None),
+        }
+    }
+}
+
+/// The progress of one piece of work.
+pub(crate) struct Bar {
+    bar: ProgressBar,
+    drawn: bool,
+    format: LogFormat,
+    title: String,
+    begun: Instant,
+    last_line: Cell<Option<Instant>>,
+    /// Where the work began, which is not 0 when it was resumed.
+    first: Cell<Option<usize>>,
+}
+
+impl Bar {
+    /// Moves to `done` units, with a message beside it.
+    pub(crate) fn set(&self, done: usize, message: &str) {
+        let first = self.first.get().unwrap_or_else(|| {
+            let first = done.saturating_sub(1);
+            self.first.set(Some(first));
+            self.bar.reset_eta();
+            first
+        });
+        self.bar.set_position(done as u64);
+        self.bar.set_message(message.to_string());
+        let length = self.bar.length().unwrap_or(0) as usize;
+        let due = done >= length || self.last_line.get().is_none_or(|last| last.elapsed() >= PLAIN_INTERVAL);
+        if self.drawn || !due {
+            return;
+        }
+        self.last_line.set(Some(Instant::now()));
+        let seconds = self.begun.elapsed().as_secs_f64();
+        let left = seconds / done.saturating_sub(first).max(1) as f64 * length.saturating_sub(done) as f64;
+        match self.format {
+            LogFormat::Text => eprintln!("{:>12} {done}/{length} {message} [{seconds:.0} s, {left:.0} s left]", self.title),
+            LogFormat::Json => {
+                let line = json!({ "progress": self.title, "done": done, "of": length, "message": message, "seconds": seconds, "seconds_left": left });
+                eprintln!("{line}");
+            }
+        }
+    }
+
+    /// Sets how many units there are, once it is known.
+    pub(crate) fn set_length(&self, length: usize) {
+        self.bar.set_length(length as u64);
+    }
+
+    /// A line that stays above the bar.
+    pub(crate) fn note(&self, message: &str) {
+        match self.format {
+            LogFormat::Json => eprintln!("{}", json!({ "note": message })),
+            LogFormat::Text => self.bar.suspend(|| eprintln!("{message}")),
+        }
+    }
+}
+
+impl Drop for Bar {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}

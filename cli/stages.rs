@@ -1,0 +1,151 @@
+//! The stages of a run in their order, and what is the same for each: skip when done, resume when cut short, refuse when changed.
+
+mod evaluate;
+mod prune;
+mod regenerate;
+mod report;
+mod train;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use clap::ValueEnum;
+use configs::Recipe;
+use data::manifest::{Manifest, Standing, standing};
+
+use crate::folder::{RunFolder, inputs, is_complete};
+use crate::models::check_shapes;
+use crate::progress::Progress;
+
+/// A stage of a run; the order is the way of the data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+pub(crate) enum Stage {
+    Regenerate,
+    Train,
+    Prune,
+    Evaluate,
+}
+
+impl Stage {
+    pub(crate) const ALL: [Stage; 4] = [Stage::Regenerate, Stage::Train, Stage::Prune, Stage::Evaluate];
+
+    /// The name in commands and manifests.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Stage::Regenerate => "regenerate",
+            Stage::Train => "train",
+            Stage::Prune => "prune",
+            Stage::Evaluate => "evaluate",
+        }
+    }
+
+    /// The folder's name within a run's.
+    pub(crate) fn folder(self) -> &'static str {
+        match self {
+            Stage::Regenerate => "responses",
+            Stage::Train => "train",
+            Stage::Prune => "prune",
+            Stage::Evaluate => "scores",
+        }
+    }
+
+    /// The stage whose results this one reads.
+    pub(crate) fn before(self) -> Option<Stage> {
+        Self::ALL.into_iter().take_while(|&stage| stage != self).last()
+    }
+}
+
+/// How a command ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Status {
+    Done,
+    Interrupted,
+}
+
+/// What every stage gets.
+pub(crate) struct Context<'a> {
+    pub(crate) recipe: &'a Recipe,
+    pub(crate) run: &'a RunFolder,
+    pub(crate) progress: &'a Progress,
+    pub(crate) stop: &'a AtomicBool,
+    /// This stage's folder.
+    pub(crate) folder: PathBuf,
+    pub(crate) inputs: BTreeMap<String, String>,
+}
+
+impl Context<'_> {
+    /// Writes the stage's manifest: cut short until `complete`.
+    pub(crate) fn write_manifest(
+        &self,
+        stage: Stage,
+        complete: bool,
+        results: serde_json::Map<String, serde_json::Value>,
+    ) -> anyhow::Result<()> {
+        let manifest = Manifest { stage: stage.name().to_string(), complete, inputs: self.inputs.clone(), results };
+        Ok(manifest.write(&self.folder)?)
+    }
+
+    /// Whether the user asked to stop.
+    pub(crate) fn stopping(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+}
+
+/// Carries out `chosen` stages in order; the report follows the evaluation.
+pub(crate) fn run(
+    recipe: &Recipe,
+    chosen: &[Stage],
+    restart: Option<Stage>,
+    progress: &Progress,
+    stop: &AtomicBool,
+) -> anyhow::Result<Status> {
+    check_shapes(recipe)?;
+    let run = RunFolder::open(recipe)?;
+    if let Some(stage) = restart {
+        run.restart(stage)?;
+    }
+    let path = run.path.display();
+    progress.note(&format!("run `{}` in {path}: the recipe with every default is in {path}/recipe.toml", recipe.name));
+    for &stage in chosen {
+        if let Some(before) = stage.before()
+            && !is_complete(&run.path.join(before.folder()))
+        {
+            anyhow::bail!(
+                "stage `{}` needs `{}` to be done first: drafthorse {} RECIPE",
+                stage.name(),
+                before.name(),
+                before.name()
+            );
+        }
+        let inputs = inputs(recipe, stage, &run)?;
+        let folder = run.stage(stage)?;
+        data::files::remove_temporaries(&folder)?;
+        model::checkpoint::remove_partial(&folder)?;
+        let manifest = match standing(&folder, stage.name(), &inputs)? {
+            Standing::Complete(_) => {
+                progress.note(&format!("{:>12} is done", stage.name()));
+                continue;
+            }
+            Standing::Resume(manifest) => {
+                progress.note(&format!("{:>12} goes on where it was", stage.name()));
+                Some(manifest)
+            }
+            Standing::Fresh => None,
+        };
+        let context = Context { recipe, run: &run, progress, stop, folder, inputs };
+        let status = match stage {
+            Stage::Regenerate => regenerate::run(&context, manifest.as_ref())?,
+            Stage::Train => train::run(&context)?,
+            Stage::Prune => prune::run(&context)?,
+            Stage::Evaluate => evaluate::run(&context)?,
+        };
+        if status == Status::Interrupted || context.stopping() && Some(&stage) != chosen.last() {
+            return Ok(Status::Interrupted);
+        }
+    }
+    if chosen.contains(&Stage::Evaluate) {
+        report::write(recipe, &run, progress)?;
+    }
+    Ok(Status::Done)
+}

@@ -1,0 +1,111 @@
+//! Layers go, the least harmful first; the drafter recovers after each.
+
+use model::checkpoint;
+use pruner::pruning::{self, Progress, Settings};
+use serde_json::{Map, json};
+use trainer::objective::Distillation;
+use trainer::state;
+use trainer::training::{Ending, Plan, step_name};
+
+use super::train::{describe, plan, responses, sinks};
+use super::{Context, Stage, Status};
+use crate::models::{self, Text};
+
+/// Prunes by the recipe, or records that nothing is to be pruned.
+pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
+    let recipe = context.recipe;
+    let trained = context.run.path.join(Stage::Train.folder()).join(checkpoint::LATEST);
+    context.write_manifest(Stage::Prune, false, Map::new())?;
+    let file = checkpoint::load_drafter_file(&trained)?;
+    let remove = models::layers_to_remove(recipe, file.layers);
+    if remove == 0 {
+        context.progress.note(&format!("{:>12} nothing to remove", "prune"));
+        context.write_manifest(Stage::Prune, true, Map::new())?;
+        return Ok(Status::Done);
+    }
+    let (teacher, file) = models::load_drafter(recipe, &trained)?;
+    let responses = responses(context)?;
+    let prune = &recipe.prune;
+    let training = plan(recipe, teacher.kind());
+    let recovery = Plan {
+        steps: prune.recovery_steps as u64,
+        learning_rate: prune.learning_rate,
+        loss: trainer::backward::LossSettings { ar_weight: prune.ar_weight, ..training.loss },
+        // The batches go on where training left off, not over the same responses again.
+        seed: recipe.seed + 1,
+        save_every: training.save_every.min(prune.recovery_steps.max(1) as u64),
+        keep_last: 1,
+        ..training
+    };
+    let settings = Settings {
+        remove,
+        min_layers: prune.min_layers,
+        keep_tau: prune.keep_tau,
+        anchors: prune.anchors,
+        distillation: Distillation { temperature: prune.temperature, margin: prune.margin },
+        recovery,
+    };
+    let text = Text::load(&recipe.target.model)?;
+    let files = text.files();
+    let parent = step_name(file.step);
+    let held_out = &responses.held_out[..responses.held_out.len().min(prune.responses)];
+    let pruning = pruning::Context {
+        teacher: &teacher,
+        parent: &parent,
+        drafter: file,
+        files: &files,
+        folder: &context.folder,
+        examples: &responses.training,
+        held_out,
+    };
+    // The recovery under way, if any, says from which step its metrics go on.
+    let depth = (teacher.layers.len() - remove..teacher.layers.len())
+        .find(|depth| context.folder.join(format!("recover-{depth:02}")).exists());
+    let resumed = depth.and_then(|depth| {
+        let latest = context.folder.join(format!("recover-{depth:02}")).join(checkpoint::LATEST);
+        latest.join(state::FOLDER).exists().then(|| checkpoint::load_drafter_file(&latest).map(|file| file.step).unwrap_or(0))
+    });
+    let stage = depth.map_or_else(String::new, |depth| format!("recover-{depth:02}"));
+    let mut sinks = sinks(context, &stage, resumed.unwrap_or(0))?;
+
+    let measuring = context.progress.bar("layers", teacher.layers.len());
+    let recovering = context.progress.bar("recover", prune.recovery_steps);
+    let mut removed = Vec::new();
+    let mut show = |event: Progress<'_>| match event {
+        Progress::Measured { done, loss, .. } => {
+            measuring.set(done, &format!("without layer {} τ falls by {:.3}", loss.layer, loss.tau_loss));
+        }
+        Progress::Removed { original_layer, depth, tau_before, tau_after } => {
+            removed.push(original_layer);
+            measuring.note(&format!(
+                "{:>12} layer {original_layer} removed, {depth} layers left: τ {tau_before:.2} before, {tau_after:.2} after",
+                "prune"
+            ));
+        }
+        Progress::Recovering(step) => recovering.set(step.step as usize, &describe(step)),
+        Progress::Recovered { depth, tau, tau_unpruned, kept } => recovering.note(&format!(
+            "{:>12} {depth} layers recovered to τ {tau:.2}, {:.1} % of the unpruned drafter's {tau_unpruned:.2}{}",
+            "prune",
+            100.0 * tau / tau_unpruned,
+            if kept { "" } else { ": less than `prune.keep_tau`, so pruning ends here" }
+        )),
+    };
+    let ending = pruning::prune(&pruning, &settings, &mut sinks, &mut show, context.stop)?;
+    drop((measuring, recovering));
+    if ending != Ending::Done {
+        return Ok(Status::Interrupted);
+    }
+    let mut results = Map::new();
+    results.insert("checkpoints".to_string(), json!(pruned_checkpoints(context)));
+    context.write_manifest(Stage::Prune, true, results)?;
+    Ok(Status::Done)
+}
+
+/// The names of the pruned checkpoints, deepest first.
+pub(super) fn pruned_checkpoints(context: &Context<'_>) -> Vec<String> {
+    let entries = std::fs::read_dir(context.run.path.join(Stage::Prune.folder())).into_iter().flatten().flatten();
+    let mut names: Vec<String> =
+        entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.starts_with("layers-")).collect();
+    names.sort_by_key(|name| std::cmp::Reverse(name.trim_start_matches("layers-").parse::<usize>().unwrap_or(0)));
+    names
+}

@@ -1,0 +1,157 @@
+//! `ledger.jsonl`: everything that was measured and decided while pruning, a line each, written as soon as it is known.
+//!
+//! The stage resumes from it: what a line says is not measured again.
+
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// One line of the ledger.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Event {
+    /// What a drafter of `depth` layers loses without layer `layer` (an index into these layers).
+    TauLoss(TauLoss),
+    /// The layer taken out; `depth` is the number of layers left.
+    Removed {
+        depth: usize,
+        layer: usize,
+        /// The layer's index in the unpruned drafter.
+        original_layer: usize,
+        /// Replay τ, pooled, of the held-out responses before and after.
+        tau_before: f64,
+        tau_after: f64,
+    },
+    /// The drafter of `depth` layers after its recovery training.
+    Recovered {
+        depth: usize,
+        steps: u64,
+        /// Replay τ, pooled, of the held-out responses.
+        tau: f64,
+        /// The unpruned drafter's.
+        tau_unpruned: f64,
+        /// Whether `tau` is at least `keep_tau` of it.
+        kept: bool,
+    },
+}
+
+/// The measured cost of leaving a layer out.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TauLoss {
+    pub depth: usize,
+    pub layer: usize,
+    /// Mean tokens committed per block with all layers, and without this one.
+    pub tau_with: f64,
+    pub tau_without: f64,
+    pub tau_loss: f64,
+    /// 95 % interval of the loss: paired bootstrap over responses.
+    pub low: f64,
+    pub high: f64,
+    pub blocks: usize,
+}
+
+/// The file and what it holds.
+pub struct Ledger {
+    path: PathBuf,
+    pub events: Vec<Event>,
+}
+
+impl Ledger {
+    /// Reads the ledger, which may not exist yet; a last line that a killed process left half-written is dropped.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let text = match fs::read_to_string(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
+            text => text?,
+        };
+        let lines: Vec<&str> = text.lines().collect();
+        let mut events = Vec::new();
+        for (number, line) in lines.iter().enumerate() {
+            match serde_json::from_str(line) {
+                Ok(event) => events.push(event),
+                Err(_) if number + 1 == lines.len() => {
+                    let whole: String = lines[..number].iter().flat_map(|line| [line, "\n"]).collect();
+                    data::files::write_atomically(path, whole.as_bytes())?;
+                }
+                Err(error) => {
+                    let message =
+                        format!("`{}` line {}: {error}; remove the prune folder to start again", path.display(), number + 1);
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, message));
+                }
+            }
+        }
+        Ok(Self { path: path.to_path_buf(), events })
+    }
+
+    /// Appends an event.
+    pub fn push(&mut self, event: Event) -> io::Result<()> {
+        let mut file = OpenOptions::new().create(true).append(true).open(&self.path)?;
+        file.write_all(format!("{}\n", serde_json::to_string(&event)?).as_bytes())?;
+        file.sync_data()?;
+        self.events.push(event);
+        Ok(())
+    }
+
+    /// The losses measured for a drafter of `depth` layers.
+    pub fn losses(&self, depth: usize) -> Vec<TauLoss> {
+        let of_depth = |event: &Event| match event {
+            Event::TauLoss(loss) if loss.depth == depth => Some(loss.clone()),
+            _ => None,
+        };
+        self.events.iter().filter_map(of_depth).collect()
+    }
+
+    /// The original index of the layer whose removal left `depth` layers.
+    pub fn removed(&self, depth: usize) -> Option<usize> {
+        self.events.iter().find_map(|event| match event {
+            Event::Removed { depth: found, original_layer, .. } if *found == depth => Some(*original_layer),
+            _ => None,
+        })
+    }
+
+    /// Whether the drafter of `depth` layers has been recovered, and kept enough of τ.
+    pub fn recovered(&self, depth: usize) -> Option<bool> {
+        self.events.iter().find_map(|event| match event {
+            Event::Recovered { depth: found, kept, .. } if *found == depth => Some(*kept),
+            _ => None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn loss(layer: usize) -> Event {
+        let tau = TauLoss { depth: 4, layer, tau_with: 2.5, tau_without: 2.25, tau_loss: 0.25, low: 0.125, high: 0.5, blocks: 8 };
+        Event::TauLoss(tau)
+    }
+
+    #[test]
+    fn a_half_written_last_line_is_dropped_and_the_rest_goes_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("ledger.jsonl");
+        let mut ledger = Ledger::open(&path).unwrap();
+        ledger.push(loss(0)).unwrap();
+        ledger.push(Event::Removed { depth: 3, layer: 0, original_layer: 2, tau_before: 2.5, tau_after: 2.0 }).unwrap();
+        OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"event\":\"tau_l").unwrap();
+        let mut ledger = Ledger::open(&path).unwrap();
+        assert_eq!(ledger.events.len(), 2);
+        ledger.push(loss(1)).unwrap();
+        let ledger = Ledger::open(&path).unwrap();
+        assert_eq!(ledger.losses(4).len(), 2);
+        assert_eq!(ledger.removed(3), Some(2));
+        assert_eq!(ledger.recovered(3), None);
+    }
+
+    #[test]
+    fn a_broken_line_in_the_middle_is_an_error_with_its_number() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("ledger.jsonl");
+        fs::write(&path, "nonsense\n{\"event\":\"tau_loss\"}\n").unwrap();
+        let message = Ledger::open(&path).map(|_| ()).unwrap_err().to_string();
+        assert!(message.contains("line 1"), "{message}");
+    }
+}

@@ -1,0 +1,253 @@
+//! The pruning stage: measure, remove, recover, repeat, always distilling from the unpruned drafter (ALGORITHMS: D3D's pruning with
+//! recovery distillation).
+
+use std::fs;
+use std::io;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use data::supervision::Example;
+use evaluator::decode::DecodeError;
+use evaluator::replay::replay;
+use model::Transformer;
+use model::checkpoint::{self, CheckpointError, DrafterFile, TextFiles};
+use torch::TorchError;
+use trainer::backward::Objective;
+use trainer::metrics::MetricSink;
+use trainer::objective::Distillation;
+use trainer::training::{Ending, Output, Plan, StepReport, TrainError, drafter_of, step_name, train};
+
+use crate::ledger::{Event, Ledger, TauLoss};
+use crate::search::{Blocks, tau_losses};
+
+/// Responses whose next blocks are drafted in one forward when τ is replayed.
+const REPLAY_LANES: usize = 16;
+
+/// What decides which layers go and when it ends.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// Layers to remove at most.
+    pub remove: usize,
+    pub min_layers: usize,
+    /// Share of the unpruned drafter's τ below which pruning ends.
+    pub keep_tau: f64,
+    /// Blocks drawn from each held-out response for the search.
+    pub anchors: usize,
+    pub distillation: Distillation,
+    /// The recovery's plan; its stage name is set for each depth.
+    pub recovery: Plan,
+}
+
+/// The stage's inputs and where it writes.
+pub struct Context<'a> {
+    pub teacher: &'a Transformer,
+    /// The unpruned checkpoint's name and description.
+    pub parent: &'a str,
+    pub drafter: DrafterFile,
+    pub files: &'a TextFiles,
+    pub folder: &'a Path,
+    pub examples: &'a [Example],
+    pub held_out: &'a [Example],
+}
+
+/// What happened, for whoever shows progress.
+pub enum Progress<'a> {
+    Measured { done: usize, of: usize, loss: &'a TauLoss },
+    Removed { original_layer: usize, depth: usize, tau_before: f64, tau_after: f64 },
+    Recovering(&'a StepReport),
+    Recovered { depth: usize, tau: f64, tau_unpruned: f64, kept: bool },
+}
+
+/// Why pruning cannot go on.
+#[derive(Debug, thiserror::Error)]
+pub enum PruneError {
+    #[error(
+        "`prune.remove` asks for {remove} layers, but the drafter has {depth} and `prune.min_layers` is {min_layers}; remove fewer"
+    )]
+    TooMany { remove: usize, depth: usize, min_layers: usize },
+    #[error("no held-out response to measure τ on; raise `data.holdout` or give more prompts")]
+    NoHoldout,
+    #[error("cannot write `{path}`: {source}")]
+    Write { path: PathBuf, source: io::Error },
+    #[error(transparent)]
+    Train(#[from] TrainError),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Decode(#[from] DecodeError),
+    #[error(transparent)]
+    Torch(#[from] TorchError),
+}
+
+/// The folder name of a pruned checkpoint.
+pub fn layers_name(depth: usize) -> String {
+    format!("layers-{depth:02}")
+}
+
+/// Refuses to remove more layers than there are, before anything is loaded or trained.
+pub fn check(remove: usize, min_layers: usize, depth: usize) -> Result<(), PruneError> {
+    if remove + min_layers.max(1) > depth { Err(PruneError::TooMany { remove, depth, min_layers }) } else { Ok(()) }
+}
+
+/// Prunes to the end of the settings, going on from the ledger of an earlier start.
+///
+/// Each `layers-NN` folder is a whole checkpoint after its recovery; while a recovery runs, its own checkpoints lie in `recover-NN`.
+///
+/// # Errors
+/// See [`PruneError`]; the ledger and finished checkpoints stay valid.
+pub fn prune(
+    context: &Context<'_>,
+    settings: &Settings,
+    sink: &mut dyn MetricSink,
+    progress: &mut dyn FnMut(Progress<'_>),
+    stop: &AtomicBool,
+) -> Result<Ending, PruneError> {
+    let unpruned = context.teacher.layers.len();
+    check(settings.remove, settings.min_layers, unpruned)?;
+    if context.held_out.is_empty() {
+        return Err(PruneError::NoHoldout);
+    }
+    let path = context.folder.join("ledger.jsonl");
+    let write = |path: &Path| {
+        let path = path.to_path_buf();
+        move |source| PruneError::Write { path, source }
+    };
+    let mut ledger = Ledger::open(&path).map_err(write(&path))?;
+    let shape = settings.recovery.shape;
+    let tau_of =
+        |model: &Transformer| replay(&drafter_of(model, shape), context.held_out, REPLAY_LANES).map(|replay| replay.tau_pooled);
+    let tau_unpruned = tau_of(context.teacher)?;
+    let blocks = Blocks::draw(context.held_out, shape, settings.anchors, settings.recovery.seed);
+
+    let mut current = context.teacher.shallow_clone();
+    let mut alive: Vec<usize> = (0..unpruned).collect();
+    let mut removed = Vec::new();
+    for depth in (unpruned - settings.remove..unpruned).rev() {
+        let original_layer = match ledger.removed(depth) {
+            Some(original_layer) => original_layer,
+            None => {
+                if let Ending::Stopped { step } =
+                    measure(&current, &blocks, &mut ledger, settings.recovery.seed, progress, stop, &path)?
+                {
+                    return Ok(Ending::Stopped { step });
+                }
+                let losses = ledger.losses(alive.len());
+                let least =
+                    losses.iter().min_by(|one, other| one.tau_loss.total_cmp(&other.tau_loss).then(one.layer.cmp(&other.layer)));
+                let layer = least.map_or(0, |loss| loss.layer);
+                let kept: Vec<usize> = (0..alive.len()).filter(|&index| index != layer).collect();
+                let (tau_before, tau_after) = (tau_of(&current)?, tau_of(&current.with_layers(&kept))?);
+                let original_layer = alive[layer];
+                let event = Event::Removed { depth, layer, original_layer, tau_before, tau_after };
+                ledger.push(event).map_err(write(&path))?;
+                progress(Progress::Removed { original_layer, depth, tau_before, tau_after });
+                original_layer
+            }
+        };
+        let kept: Vec<usize> = (0..alive.len()).filter(|&index| alive[index] != original_layer).collect();
+        alive.retain(|&layer| layer != original_layer);
+        removed.push(original_layer);
+        let folder = context.folder.join(layers_name(depth));
+        // The folder appears whole, by a rename at the end of its recovery.
+        if !folder.exists() {
+            let start = current.with_layers(&kept);
+            let ending = recover(context, settings, &start, depth, &removed, &folder, sink, progress, stop)?;
+            if let Ending::Stopped { .. } = ending {
+                return Ok(ending);
+            }
+        }
+        let (recovered, _) = checkpoint::load(&folder, context.teacher.kind(), context.teacher.device())?;
+        current = recovered;
+        let kept = match ledger.recovered(depth) {
+            Some(kept) => kept,
+            None => {
+                let tau = tau_of(&current)?;
+                let kept = tau >= settings.keep_tau * tau_unpruned;
+                let event = Event::Recovered { depth, steps: settings.recovery.steps, tau, tau_unpruned, kept };
+                ledger.push(event).map_err(write(&path))?;
+                progress(Progress::Recovered { depth, tau, tau_unpruned, kept });
+                kept
+            }
+        };
+        if !kept {
+            break;
+        }
+    }
+    Ok(Ending::Done)
+}
+
+/// Measures the layers of `current` that the ledger does not know yet.
+fn measure(
+    current: &Transformer,
+    blocks: &Blocks,
+    ledger: &mut Ledger,
+    seed: u64,
+    progress: &mut dyn FnMut(Progress<'_>),
+    stop: &AtomicBool,
+    path: &Path,
+) -> Result<Ending, PruneError> {
+    let depth = current.layers.len();
+    let known: Vec<usize> = ledger.losses(depth).iter().map(|loss| loss.layer).collect();
+    let missing: Vec<usize> = (0..depth).filter(|layer| !known.contains(layer)).collect();
+    if missing.is_empty() {
+        return Ok(Ending::Done);
+    }
+    let mut done = known.len();
+    let mut failed = None;
+    let mut stopped = false;
+    torch::guarded("measuring layers", || {
+        tau_losses(current, blocks, &missing, seed, &mut |loss| {
+            done += 1;
+            progress(Progress::Measured { done, of: depth, loss: &loss });
+            if let Err(source) = ledger.push(Event::TauLoss(loss)) {
+                failed = Some(source);
+                return ControlFlow::Break(());
+            }
+            stopped = stop.load(Ordering::Relaxed);
+            if stopped { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        });
+    })?;
+    match failed {
+        Some(source) => Err(PruneError::Write { path: path.to_path_buf(), source }),
+        None if stopped => Ok(Ending::Stopped { step: 0 }),
+        None => Ok(Ending::Done),
+    }
+}
+
+/// Trains the shallower drafter against the unpruned one and saves it as `folder`.
+#[allow(clippy::too_many_arguments)]
+fn recover(
+    context: &Context<'_>,
+    settings: &Settings,
+    start: &Transformer,
+    depth: usize,
+    removed: &[usize],
+    folder: &Path,
+    sink: &mut dyn MetricSink,
+    progress: &mut dyn FnMut(Progress<'_>),
+    stop: &AtomicBool,
+) -> Result<Ending, PruneError> {
+    let work = context.folder.join(format!("recover-{depth:02}"));
+    checkpoint::remove_partial(&work)?;
+    fs::create_dir_all(&work).map_err(|source| PruneError::Write { path: work.clone(), source })?;
+    let plan = Plan { stage: format!("recover-{depth:02}"), ..settings.recovery.clone() };
+    let parent = Some(context.parent.to_string());
+    let drafter = DrafterFile { removed_layers: removed.to_vec(), parent, layers: depth, ..context.drafter.clone() };
+    let output = Output { folder: &work, drafter: drafter.clone(), files: context.files };
+    let objective = Objective::Distil { teacher: context.teacher, how: settings.distillation };
+    let mut report = |step: &StepReport| progress(Progress::Recovering(step));
+    let ending = train(start, &plan, context.examples, &[], &objective, &output, sink, &mut report, stop)?;
+    if ending == Ending::Done {
+        let last = if plan.steps == 0 { None } else { Some(work.join(step_name(plan.steps))) };
+        match last {
+            Some(last) => {
+                let (model, file) = checkpoint::load(&last, plan.kind, context.teacher.device())?;
+                checkpoint::save(folder, &model, &file, context.files, plan.kind, |_| Ok(()))?;
+            }
+            None => checkpoint::save(folder, start, &drafter, context.files, plan.kind, |_| Ok(()))?,
+        }
+        fs::remove_dir_all(&work).map_err(|source| PruneError::Write { path: work, source })?;
+    }
+    Ok(ending)
+}

@@ -1,0 +1,106 @@
+//! Where the numbers of a run go: one line of JSON each (`metrics.jsonl`, which tests and the report read) and TensorBoard events.
+
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value, json};
+
+/// A place that takes named numbers at a step.
+pub trait MetricSink {
+    /// Numbers of one kind at one step of one stage, such as `loss`, `learning_rate`.
+    fn record(&mut self, stage: &str, step: u64, values: &[(&str, f64)]) -> io::Result<()>;
+}
+
+/// `metrics.jsonl`: `{"stage": …, "step": …, NAME: number, …}`, a line each.
+pub struct JsonLines {
+    path: PathBuf,
+}
+
+impl JsonLines {
+    /// Continues the file of an interrupted run; lines of `stage` later than `step` are dropped, since those steps run again.
+    pub fn resume(path: &Path, stage: &str, step: u64) -> io::Result<Self> {
+        if path.exists() {
+            let text = fs::read_to_string(path)?;
+            let keep = |line: &&str| {
+                // A line that a killed process left half-written does not parse, and goes.
+                serde_json::from_str::<Value>(line)
+                    .is_ok_and(|line| line["stage"] != stage || line["step"].as_u64() <= Some(step))
+            };
+            let kept: String = text.lines().filter(keep).flat_map(|line| [line, "\n"]).collect();
+            data::files::write_atomically(path, kept.as_bytes())?;
+        }
+        Ok(Self { path: path.to_path_buf() })
+    }
+}
+
+impl MetricSink for JsonLines {
+    fn record(&mut self, stage: &str, step: u64, values: &[(&str, f64)]) -> io::Result<()> {
+        let mut line: Map<String, Value> = Map::new();
+        line.insert("stage".to_string(), json!(stage));
+        line.insert("step".to_string(), json!(step));
+        line.extend(values.iter().map(|&(name, value)| (name.to_string(), json!(value))));
+        let mut file = OpenOptions::new().create(true).append(true).open(&self.path)?;
+        file.write_all(format!("{}\n", Value::Object(line)).as_bytes())
+    }
+}
+
+/// TensorBoard event files, all stages of a run on one folder, tags `STAGE/NAME`.
+pub struct TensorBoard {
+    writer: tensorboard_rs::summary_writer::SummaryWriter,
+}
+
+impl TensorBoard {
+    /// Opens a new event file in `folder`.
+    pub fn create(folder: &Path) -> io::Result<Self> {
+        fs::create_dir_all(folder)?;
+        Ok(Self { writer: tensorboard_rs::summary_writer::SummaryWriter::new(folder) })
+    }
+}
+
+impl MetricSink for TensorBoard {
+    fn record(&mut self, stage: &str, step: u64, values: &[(&str, f64)]) -> io::Result<()> {
+        for (name, value) in values {
+            self.writer.add_scalar(&format!("{stage}/{name}"), *value as f32, step as usize);
+        }
+        self.writer.flush();
+        Ok(())
+    }
+}
+
+/// Hands every record to several sinks.
+pub struct Sinks(pub Vec<Box<dyn MetricSink>>);
+
+impl MetricSink for Sinks {
+    fn record(&mut self, stage: &str, step: u64, values: &[(&str, f64)]) -> io::Result<()> {
+        self.0.iter_mut().try_for_each(|sink| sink.record(stage, step, values))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn resuming_drops_the_steps_that_run_again_and_half_written_lines() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut sink = JsonLines::resume(&path, "train", 0).unwrap();
+        for step in 1..=3 {
+            sink.record("train", step, &[("loss", 1.5)]).unwrap();
+        }
+        sink.record("recover", 3, &[("loss", 0.5)]).unwrap();
+        OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"stage\":\"tr").unwrap();
+        let mut sink = JsonLines::resume(&path, "train", 2).unwrap();
+        sink.record("train", 3, &[("loss", 1.25)]).unwrap();
+        let steps: Vec<(String, u64)> = fs::read_to_string(&path)
+            .unwrap()
+            .lines()
+            .map(|line| serde_json::from_str::<Value>(line).unwrap())
+            .map(|line| (line["stage"].as_str().unwrap().to_string(), line["step"].as_u64().unwrap()))
+            .collect();
+        let expected = [("train", 1), ("train", 2), ("recover", 3), ("train", 3)];
+        assert_eq!(steps, expected.map(|(stage, step)| (stage.to_string(), step)));
+    }
+}
