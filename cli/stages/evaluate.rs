@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use anyhow::Context as _;
 use data::prompts;
-use evaluator::benchmark::{Baseline, Benchmark, decoder_name, evaluate};
+use evaluator::benchmark::{Baseline, Benchmark, Plan, decoder_name, evaluate};
 use evaluator::decode::{DecodeError, Settings};
 use evaluator::drafter::Drafter;
 use evaluator::sampling::Sampler;
@@ -82,9 +82,8 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
             }
             bar.set(done, "texts decoded");
         };
-        let decoders = &recipe.evaluate.decoders;
-        let outcome =
-            evaluate(&target, Some(&mut drafter), &benchmarks, decoders, &settings, &mut baselines, &mut show, context.stop);
+        let plan = Plan { benchmarks: &benchmarks, decoders: &recipe.evaluate.decoders, settings: &settings };
+        let outcome = evaluate(&target, Some(&mut drafter), plan, &mut baselines, &mut show, context.stop);
         data::files::write_atomically(&baselines_path, &serde_json::to_vec(&baselines)?)?;
         let evaluation = match outcome {
             Err(DecodeError::Stopped) => return Ok(Status::Interrupted),

@@ -11,6 +11,7 @@ pub mod decode;
 pub mod drafter;
 pub mod fan_out;
 mod figures;
+pub mod generate;
 pub mod replay;
 pub mod report;
 pub mod rounds;
