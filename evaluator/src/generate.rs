@@ -24,8 +24,9 @@ const PREFILL_ROWS: usize = 2048;
 pub struct GenerateSettings {
     pub sampler: Sampler,
     pub stop_tokens: Vec<u32>,
+    /// A response's longest length; 0 counts as 1.
     pub max_new_tokens: usize,
-    /// Responses that grow at the same time.
+    /// Responses that grow at the same time; 0 counts as 1.
     pub lanes: usize,
 }
 
@@ -68,7 +69,9 @@ pub fn generate(
     check_prompts(target, prompts)?;
     let longest = prompts.iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0);
     let lanes = settings.lanes.clamp(1, prompts.len().max(1));
-    let mut cache = KvCache::new(&target.config, lanes, longest + settings.max_new_tokens, target.kind(), target.device());
+    let slots = longest + settings.max_new_tokens;
+    let mut cache =
+        torch::guarded("allocating the cache", || KvCache::new(&target.config, lanes, slots, target.kind(), target.device()))?;
     let mut waiting: Vec<usize> = (0..prompts.len()).collect();
     // Taken from the end.
     waiting.sort_by_key(|&index| (prompts[index].ids.len(), std::cmp::Reverse(index)));
@@ -86,7 +89,8 @@ pub fn generate(
             running.push(Running { index, ids: Vec::new() });
         }
         if first_new < running.len() {
-            let chosen = torch::guarded("reading prompts", || prefill(target, &mut cache, prompts, &running, first_new, settings))?;
+            let chosen =
+                torch::guarded("reading prompts", || prefill(target, &mut cache, prompts, &running, first_new, settings))?;
             running[first_new..].iter_mut().zip(chosen).for_each(|(lane, token)| lane.ids.push(token));
             tokens += running.len() - first_new;
         } else {
@@ -99,7 +103,7 @@ pub fn generate(
             let Some(finish_reason) = finished(&running[lane], settings) else { continue };
             let last = running.len() - 1;
             if lane < last {
-                cache.move_lane(last, lane);
+                torch::guarded("moving a lane", || cache.move_lane(last, lane))?;
             }
             let Running { index, ids } = running.swap_remove(lane);
             cache.set_length(last, 0);
@@ -162,7 +166,13 @@ fn prefill(
 }
 
 /// One more token for every running lane.
-fn step(target: &Transformer, cache: &mut KvCache, prompts: &[Prompt], running: &[Running], settings: &GenerateSettings) -> Vec<u32> {
+fn step(
+    target: &Transformer,
+    cache: &mut KvCache,
+    prompts: &[Prompt],
+    running: &[Running],
+    settings: &GenerateSettings,
+) -> Vec<u32> {
     let device = target.device();
     let ids: Vec<u32> = running.iter().filter_map(|lane| lane.ids.last().copied()).collect();
     let positions: Vec<usize> = (0..running.len()).map(|lane| cache.length(lane)).collect();
