@@ -44,7 +44,8 @@ fn batch(labels: Labels) -> Batch {
 fn plain_loss(model: &Transformer, batch: &Batch, teacher: Option<(&Transformer, Distillation)>, ar_weight: f64) -> Tensor {
     let ids_t = torch::ids_tensor(&batch.ids, Device::Cpu);
     let positions_t = torch::index_tensor(&batch.positions, Device::Cpu);
-    let hidden = |model: &Transformer| model.forward(&ids_t, &positions_t, &mut PackedAttention::new(&batch.sequences, 4, Device::Cpu));
+    let hidden =
+        |model: &Transformer| model.forward(&ids_t, &positions_t, &mut PackedAttention::new(&batch.sequences, 4, Device::Cpu));
     let logits = model.logits(&hidden(model));
     let rows = |rows: &[trainer::batch::LabelledRow]| {
         (
@@ -67,7 +68,8 @@ fn plain_loss(model: &Transformer, batch: &Batch, teacher: Option<(&Transformer,
     };
     let diffusion = (per_row * &weight).sum(Kind::Float) / weight.sum(Kind::Float);
     let (row, label, _) = rows(&batch.autoregressive);
-    diffusion + ar_weight * logits.index_select(0, &row).cross_entropy_loss::<Tensor>(&label, None, tch::Reduction::Mean, -100, 0.0)
+    diffusion
+        + ar_weight * logits.index_select(0, &row).cross_entropy_loss::<Tensor>(&label, None, tch::Reduction::Mean, -100, 0.0)
 }
 
 fn plain_gradient(parameters: &Parameters, loss: &Tensor) -> Vec<f32> {
@@ -87,7 +89,9 @@ fn assert_close(ours: &[f32], plain: &[f32]) {
 
 #[test]
 fn the_layer_wise_chunked_gradient_equals_autograds() {
-    for (model_type, tied, labels) in [("llama", true, Labels::Next), ("qwen3", false, Labels::InPlace), ("qwen3", true, Labels::Next)] {
+    for (model_type, tied, labels) in
+        [("llama", true, Labels::Next), ("qwen3", false, Labels::InPlace), ("qwen3", true, Labels::Next)]
+    {
         let model = Transformer::random(config(model_type, tied), 3, Kind::Float);
         let batch = batch(labels);
         let reference = Parameters::new(&model, Kind::Float);
@@ -114,7 +118,8 @@ fn the_distillation_gradient_equals_autograds() {
     let plain = plain_gradient(&reference, &loss);
     let parameters = Parameters::new(&model, Kind::Float);
     let settings = LossSettings { ar_weight: 1.0, chunk_rows: 7, recompute: true };
-    let losses = forward_backward(&parameters, &batch, shape(Labels::Next), &Objective::Distil { teacher: &teacher, how }, settings);
+    let losses =
+        forward_backward(&parameters, &batch, shape(Labels::Next), &Objective::Distil { teacher: &teacher, how }, settings);
     assert!((losses.total - f64::try_from(&loss).unwrap()).abs() < 1e-5);
     assert_close(&torch::to_f32s(&parameters.gradient), &plain);
 }
@@ -167,7 +172,8 @@ fn run(folder: &Path, stop_after: Option<u64>) -> (Ending, Vec<f64>) {
         stop.store(stop_after == Some(step.step), Ordering::Relaxed);
     };
     let mut sink = Sinks(Vec::new());
-    let ending = train(&model, &plan(10), &examples[1..], &examples[..1], &Objective::Gold, &output, &mut sink, &mut report, &stop);
+    let ending =
+        train(&model, &plan(10), &examples[1..], &examples[..1], &Objective::Gold, &output, &mut sink, &mut report, &stop);
     (ending.unwrap(), losses)
 }
 
