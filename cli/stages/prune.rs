@@ -31,7 +31,7 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
         steps: prune.recovery_steps as u64,
         learning_rate: prune.learning_rate,
         loss: trainer::backward::LossSettings { ar_weight: prune.ar_weight, ..training.loss },
-        // The batches go on where training left off, not over the same responses again.
+        // Another order and other anchors than in training.
         seed: recipe.seed + 1,
         save_every: training.save_every.min(prune.recovery_steps.max(1) as u64),
         keep_last: 1,

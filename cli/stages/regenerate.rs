@@ -36,7 +36,6 @@ pub(super) fn run(context: &Context<'_>, earlier: Option<&Manifest>) -> anyhow::
     if let Some(limit) = recipe.data.limit {
         read.requests.truncate(limit);
     }
-    let requests = read.requests.len();
     let mut rejected = std::mem::take(&mut read.rejected);
     let work = render(context, &text, std::mem::take(&mut read.requests), &mut rejected)?;
     if work.is_empty() {
@@ -88,7 +87,6 @@ pub(super) fn run(context: &Context<'_>, earlier: Option<&Manifest>) -> anyhow::
         results.insert("finished_by_length".to_string(), json!(counts.rows - counts.stopped));
         results
     };
-    debug_assert!(used <= requests);
     context.write_manifest(Stage::Regenerate, false, results(&parts, &counts))?;
 
     let missing: Vec<&Work> = work.iter().filter(|work| !answered.contains(&work.request.id)).collect();
