@@ -4,7 +4,7 @@
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build quickstart test
+.PHONY: help setup build quickstart test bench
 
 help:                  ## list these targets
 	@awk -F ' *## *' '/^[a-z]+:.*##/ { sub(/:.*/, "", $$1); printf "  make %-12s%s\n", $$1, $$2 }' Makefile
@@ -28,3 +28,7 @@ test: setup            ## formatting, lints and all tests
 	then echo "cargo clippy"; cargo clippy --release --workspace --all-targets -- -D warnings; \
 	else echo "test: no clippy here, lints are not checked (rustup component add clippy)"; fi
 	cargo test --release --workspace
+
+# The bench profile would compile libtorch's bindings once more.
+bench: setup           ## milliseconds of a forward by rows, kind and threads
+	cargo bench --profile release -p drafthorse-model --bench forward

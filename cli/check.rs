@@ -2,18 +2,18 @@
 
 use configs::Recipe;
 use model::ModelConfig;
-use torch::tch::{Device, Kind};
+use torch::tch::Kind;
 
-use crate::models::{check_shapes, initial_layers, kind, kind_name, layers_to_remove};
+use crate::models::{check_shapes, faster_dtype, initial_layers, kind, kind_name, layers_to_remove};
 
 /// Validates against the models' shapes and prints the resolved recipe and the plan on stdout.
-pub(crate) fn check(recipe: &Recipe) -> anyhow::Result<()> {
+pub(crate) fn check(mut recipe: Recipe) -> anyhow::Result<()> {
+    recipe.settle_dtypes("", faster_dtype);
+    let recipe = &recipe;
     let (target, init) = check_shapes(recipe)?;
     let depth = initial_layers(recipe, init.num_hidden_layers)?.len();
     let drafter = ModelConfig { num_hidden_layers: depth, ..init };
-    let on_cpu = |name: &str| if name == "cpu" { Device::Cpu } else { Device::Cuda(0) };
-    let target_kind = kind(recipe.target.dtype, on_cpu(&recipe.devices.target));
-    let drafter_kind = kind(recipe.drafter.dtype, on_cpu(&recipe.devices.drafter));
+    let (target_kind, drafter_kind) = (kind(recipe.target.dtype), kind(recipe.drafter.dtype));
     print!("{}", recipe.to_toml());
     println!("\n# Plan");
     println!("# target: {}", describe(&target, target_kind));

@@ -10,6 +10,7 @@ use data::files::sha256_hex;
 use data::manifest::{FILE_NAME, Manifest};
 
 use crate::BadRecipe;
+use crate::models::faster_dtype;
 use crate::stages::Stage;
 
 /// The folder `runs/NAME`, held by this process alone.
@@ -19,8 +20,9 @@ pub(crate) struct RunFolder {
 }
 
 impl RunFolder {
-    /// Creates or opens the folder below the current one, locks it, and writes the resolved recipe into it.
-    pub(crate) fn open(recipe: &Recipe) -> anyhow::Result<Self> {
+    /// Creates or opens the folder below the current one, locks it, settles what the recipe leaves to the machine, and writes the
+    /// resolved recipe into the folder.
+    pub(crate) fn open(recipe: &mut Recipe) -> anyhow::Result<Self> {
         let path = Path::new("runs").join(&recipe.name);
         fs::create_dir_all(&path).with_context(|| format!("cannot create `{}`", path.display()))?;
         let lock_path = path.join(".lock");
@@ -32,6 +34,7 @@ impl RunFolder {
             );
         }
         let recipe_path = path.join("recipe.toml");
+        recipe.settle_dtypes(&fs::read_to_string(&recipe_path).unwrap_or_default(), faster_dtype);
         data::files::write_atomically(&recipe_path, recipe.to_toml().as_bytes())
             .with_context(|| format!("cannot write `{}`", recipe_path.display()))?;
         Ok(Self { path, _lock: lock })

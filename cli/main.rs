@@ -79,6 +79,7 @@ pub(crate) struct BadRecipe(pub(crate) String);
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    torch::keep_freed_memory();
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
         // The second signal ends the process at once, for whoever cannot wait for the step to finish.
@@ -117,17 +118,17 @@ fn main() -> ExitCode {
 
 fn dispatch(command: &Command, progress: &Progress, stop: &AtomicBool) -> anyhow::Result<Status> {
     let load = |args: &RecipeArgs| configs::load(&args.recipe, &args.set);
-    let one = |args: &RecipeArgs, stage| stages::run(&load(args)?, &[stage], None, progress, stop);
+    let one = |args: &RecipeArgs, stage| stages::run(load(args)?, &[stage], None, progress, stop);
     match command {
         Command::Run { recipe, until, restart } => {
             let last = until.unwrap_or(Stage::Evaluate);
             let chosen: Vec<Stage> = Stage::ALL.into_iter().filter(|&stage| stage <= last).collect();
-            stages::run(&load(recipe)?, &chosen, *restart, progress, stop)
+            stages::run(load(recipe)?, &chosen, *restart, progress, stop)
         }
         Command::Regenerate(args) => one(args, Stage::Regenerate),
         Command::Train(args) => one(args, Stage::Train),
         Command::Prune(args) => one(args, Stage::Prune),
         Command::Evaluate(args) => one(args, Stage::Evaluate),
-        Command::Check(args) => check::check(&load(args)?).map(|()| Status::Done),
+        Command::Check(args) => check::check(load(args)?).map(|()| Status::Done),
     }
 }

@@ -58,19 +58,15 @@ pub(crate) fn model_config(model: &str) -> anyhow::Result<ModelConfig> {
     Ok(model::weights::open(&local_model(model)?)?.config()?)
 }
 
-/// A recipe's dtype on a device.
-pub(crate) fn kind(dtype: Dtype, device: Device) -> Kind {
-    match dtype {
-        Dtype::F32 => Kind::Float,
-        Dtype::Bf16 => Kind::BFloat16,
-        Dtype::Auto => {
-            if torch::has_bf16_units(device) {
-                Kind::BFloat16
-            } else {
-                Kind::Float
-            }
-        }
-    }
+/// A settled dtype as libtorch's kind.
+pub(crate) fn kind(dtype: Dtype) -> Kind {
+    if dtype == Dtype::Bf16 { Kind::BFloat16 } else { Kind::Float }
+}
+
+/// What `dtype = "auto"` means on a device, which the device's check has accepted.
+pub(crate) fn faster_dtype(device: &str) -> Dtype {
+    let faster = torch::device(device).is_ok_and(torch::bf16_is_faster);
+    if faster { Dtype::Bf16 } else { Dtype::F32 }
 }
 
 /// The name of a kind in recipes and scores.
@@ -82,14 +78,14 @@ pub(crate) fn kind_name(kind: Kind) -> &'static str {
 pub(crate) fn target(recipe: &Recipe) -> anyhow::Result<Transformer> {
     let device = torch::device(&recipe.devices.target)?;
     let path = local_model(&recipe.target.model)?;
-    model::weights::load(&path, kind(recipe.target.dtype, device), device)
+    model::weights::load(&path, kind(recipe.target.dtype), device)
         .with_context(|| format!("cannot load target `{}`", path.display()))
 }
 
 /// The drafter's device and compute kind.
 pub(crate) fn drafter_place(recipe: &Recipe) -> anyhow::Result<(Device, Kind)> {
     let device = torch::device(&recipe.devices.drafter)?;
-    Ok((device, kind(recipe.drafter.dtype, device)))
+    Ok((device, kind(recipe.drafter.dtype)))
 }
 
 /// What a block looks like by the recipe.
@@ -180,13 +176,10 @@ pub(crate) fn drafter_file(recipe: &Recipe, layers: usize) -> DrafterFile {
         block_size: recipe.drafter.block_size,
         labels: labels.to_string(),
         mask_token: recipe.drafter.mask_token,
-        removed_layers: Vec::new(),
-        parent: None,
         recipe_hash: data::files::sha256_hex(recipe.to_toml())[..16].to_string(),
         thinking: recipe.target.thinking,
-        training_tokens: 0,
-        step: 0,
         layers,
+        ..DrafterFile::default()
     }
 }
 

@@ -94,14 +94,15 @@ impl Context<'_> {
 
 /// Carries out `chosen` stages in order; the report follows the evaluation.
 pub(crate) fn run(
-    recipe: &Recipe,
+    mut recipe: Recipe,
     chosen: &[Stage],
     restart: Option<Stage>,
     progress: &Progress,
     stop: &AtomicBool,
 ) -> anyhow::Result<Status> {
-    check_shapes(recipe)?;
-    let run = RunFolder::open(recipe)?;
+    check_shapes(&recipe)?;
+    let run = RunFolder::open(&mut recipe)?;
+    let recipe = &recipe;
     if let Some(stage) = restart {
         run.restart(stage)?;
     }

@@ -185,7 +185,7 @@ pub struct Devices {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Dtype {
-    /// bf16 on GPUs and on CPUs with bf16 matrix units, else f32.
+    /// bf16 on GPUs and on CPUs that multiply bf16 matrices faster, else f32. [`Recipe::settle_dtypes`] puts the one in its place.
     Auto,
     F32,
     Bf16,
@@ -219,6 +219,25 @@ impl Recipe {
     /// The resolved recipe: every field with its value. Loading it gives an equal recipe, but for `file`.
     pub fn to_toml(&self) -> String {
         toml::to_string(self).unwrap_or_else(|error| unreachable!("a validated recipe holds only what TOML can: {error}"))
+    }
+
+    /// Replaces every `dtype = "auto"`: by what an earlier resolved recipe of the same run has there (`stored`, empty when there is
+    /// none), else by `choose` for the model's device. A run keeps its choice, so that it resumes as it began.
+    pub fn settle_dtypes(&mut self, stored: &str, choose: impl Fn(&str) -> Dtype) {
+        let stored = stored.parse::<toml::Table>().unwrap_or_default();
+        let models = [
+            ("target", &mut self.target.dtype, &self.devices.target),
+            ("drafter", &mut self.drafter.dtype, &self.devices.drafter),
+        ];
+        for (section, dtype, device) in models {
+            if *dtype == Dtype::Auto {
+                *dtype = match stored.get(section).and_then(|section| section.get("dtype")).and_then(toml::Value::as_str) {
+                    Some("f32") => Dtype::F32,
+                    Some("bf16") => Dtype::Bf16,
+                    _ => choose(device),
+                };
+            }
+        }
     }
 
     /// The fields of one section as (key path, value in TOML), in the recipe's order; of a key outside all sections, its

@@ -215,7 +215,7 @@ pub(crate) fn decode_prompts<'p>(
     on_text: &mut OnText<'_>,
 ) -> Result<(), DecodeError> {
     let _no_grad = tch::no_grad_guard();
-    check_prompts(target, prompts)?;
+    check_prompts(target, prompts.iter().map(Vec::as_slice))?;
     let slots = text_slots(prompts, settings) + proposer.longest_draft() + 1;
     let mut cache = KvCache::new(&target.config, 1, slots, target.kind(), target.device());
     for (index, prompt) in prompts.iter().enumerate() {
@@ -227,11 +227,11 @@ pub(crate) fn decode_prompts<'p>(
     Ok(())
 }
 
-fn check_prompts(target: &Transformer, prompts: &[Vec<u32>]) -> Result<(), DecodeError> {
+/// Whether the target can read these prompts.
+pub(crate) fn check_prompts<'p>(target: &Transformer, prompts: impl Iterator<Item = &'p [u32]>) -> Result<(), DecodeError> {
     let vocabulary = target.config.vocab_size;
-    for (index, prompt) in prompts.iter().enumerate() {
-        let unknown = prompt.iter().find(|&&token| i64::from(token) >= vocabulary);
-        let problem = match unknown {
+    for (index, prompt) in prompts.enumerate() {
+        let problem = match prompt.iter().find(|&&token| i64::from(token) >= vocabulary) {
             _ if prompt.is_empty() => "is empty".to_string(),
             Some(token) => format!("has the token {token}"),
             None => continue,

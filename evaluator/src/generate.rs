@@ -13,7 +13,7 @@ use model::attention::StepAttention;
 use model::{CachedAttention, KvCache, Piece, Transformer};
 use tch::Tensor;
 
-use crate::decode::DecodeError;
+use crate::decode::{DecodeError, check_prompts};
 use crate::sampling::Sampler;
 
 /// Rows that one prefill forward takes at most, unless a single prompt is longer.
@@ -66,7 +66,7 @@ pub fn generate(
     on_response: &mut dyn FnMut(Generated, usize) -> ControlFlow<()>,
 ) -> Result<(), DecodeError> {
     let _no_grad = tch::no_grad_guard();
-    check_prompts(target, prompts)?;
+    check_prompts(target, prompts.iter().map(|prompt| prompt.ids.as_slice()))?;
     let longest = prompts.iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0);
     let lanes = settings.lanes.clamp(1, prompts.len().max(1));
     let slots = longest + settings.max_new_tokens;
@@ -111,20 +111,6 @@ pub fn generate(
                 return Ok(());
             }
         }
-    }
-    Ok(())
-}
-
-/// Whether the target can read these prompts.
-fn check_prompts(target: &Transformer, prompts: &[Prompt]) -> Result<(), DecodeError> {
-    let vocabulary = target.config.vocab_size;
-    for (index, prompt) in prompts.iter().enumerate() {
-        let problem = match prompt.ids.iter().find(|&&token| i64::from(token) >= vocabulary) {
-            _ if prompt.ids.is_empty() => "is empty".to_string(),
-            Some(token) => format!("has the token {token}"),
-            None => continue,
-        };
-        return Err(DecodeError::Prompt { index, problem, vocabulary });
     }
     Ok(())
 }

@@ -41,7 +41,7 @@ pub enum CheckpointError {
 }
 
 /// `drafter.json`: what a decoder must know about a drafter, and where it came from.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Default)]
 pub struct DrafterFile {
     /// `d3d`, `dflash` or `ar`.
     pub kind: String,

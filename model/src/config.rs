@@ -32,7 +32,7 @@ pub struct RopeScaling {
     pub factor: f64,
     pub low_freq_factor: f64,
     pub high_freq_factor: f64,
-    pub original_max_position_embeddings: f64,
+    pub original_max_position_embeddings: i64,
 }
 
 /// Why a `config.json` cannot be used.
@@ -189,7 +189,7 @@ impl RopeScaling {
                     factor: number("factor")?,
                     low_freq_factor: number("low_freq_factor")?,
                     high_freq_factor: number("high_freq_factor")?,
-                    original_max_position_embeddings: number("original_max_position_embeddings")?,
+                    original_max_position_embeddings: number("original_max_position_embeddings")? as i64,
                 }))
             }
             other => Err(ConfigError::Unsupported {

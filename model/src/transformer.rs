@@ -258,7 +258,7 @@ impl RopeScaling {
     /// Long wavelengths are stretched by `factor`, short ones stay, those between are blended.
     fn scale(&self, frequency: f64) -> f64 {
         let wavelength = 2.0 * std::f64::consts::PI / frequency;
-        let cycles = self.original_max_position_embeddings / wavelength;
+        let cycles = self.original_max_position_embeddings as f64 / wavelength;
         if cycles < self.low_freq_factor {
             frequency / self.factor
         } else if cycles > self.high_freq_factor {

@@ -110,10 +110,10 @@ impl Ledger {
         })
     }
 
-    /// Whether the drafter of `depth` layers has been recovered, and kept enough of τ.
-    pub fn recovered(&self, depth: usize) -> Option<bool> {
+    /// τ of the drafter of `depth` layers after its recovery, and whether that was enough to go on; `None` before its recovery.
+    pub fn recovered(&self, depth: usize) -> Option<(f64, bool)> {
         self.events.iter().find_map(|event| match event {
-            Event::Recovered { depth: found, kept, .. } if *found == depth => Some(*kept),
+            Event::Recovered { depth: found, tau, kept, .. } if *found == depth => Some((*tau, *kept)),
             _ => None,
         })
     }

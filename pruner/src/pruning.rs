@@ -120,7 +120,7 @@ pub fn prune(
     let tau_unpruned = tau_of(context.teacher)?;
     let blocks = Blocks::draw(context.held_out, shape, settings.anchors, settings.recovery.seed);
 
-    let mut current = context.teacher.shallow_clone();
+    let (mut current, mut tau_current) = (context.teacher.shallow_clone(), tau_unpruned);
     let mut alive: Vec<usize> = (0..unpruned).collect();
     let mut removed = Vec::new();
     for depth in (unpruned - settings.remove..unpruned).rev() {
@@ -137,7 +137,7 @@ pub fn prune(
                     losses.iter().min_by(|one, other| one.tau_loss.total_cmp(&other.tau_loss).then(one.layer.cmp(&other.layer)));
                 let layer = least.map_or(0, |loss| loss.layer);
                 let kept: Vec<usize> = (0..alive.len()).filter(|&index| index != layer).collect();
-                let (tau_before, tau_after) = (tau_of(&current)?, tau_of(&current.with_layers(&kept))?);
+                let (tau_before, tau_after) = (tau_current, tau_of(&current.with_layers(&kept))?);
                 let original_layer = alive[layer];
                 let event = Event::Removed { depth, layer, original_layer, tau_before, tau_after };
                 ledger.push(event).map_err(write(&path))?;
@@ -159,17 +159,18 @@ pub fn prune(
         }
         let (recovered, _) = checkpoint::load(&folder, context.teacher.kind(), context.teacher.device())?;
         current = recovered;
-        let kept = match ledger.recovered(depth) {
-            Some(kept) => kept,
+        let (tau, kept) = match ledger.recovered(depth) {
+            Some(known) => known,
             None => {
                 let tau = tau_of(&current)?;
                 let kept = tau >= settings.keep_tau * tau_unpruned;
                 let event = Event::Recovered { depth, steps: settings.recovery.steps, tau, tau_unpruned, kept };
                 ledger.push(event).map_err(write(&path))?;
                 progress(Progress::Recovered { depth, tau, tau_unpruned, kept });
-                kept
+                (tau, kept)
             }
         };
+        tau_current = tau;
         if !kept {
             break;
         }

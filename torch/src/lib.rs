@@ -1,9 +1,10 @@
 //! Everything about libtorch that the other crates need and tch does not offer in the shape they need it: exact bytes in and
-//! out, devices and kinds by name, per-thread CPU threads, and a guard that turns a C++ exception into an error.
+//! out, devices and kinds by name, threads and memory of the CPU, and a guard that turns a C++ exception into an error.
 //!
-//! This is the only crate in which `unsafe` may appear; today it needs none.
+//! This is the only crate in which `unsafe` may appear.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Instant;
 
 pub use tch;
 use tch::{Device, Kind, TchError, Tensor};
@@ -31,12 +32,27 @@ pub fn device(name: &str) -> Result<Device, TorchError> {
     if (index as i64) < count { Ok(Device::Cuda(index)) } else { Err(TorchError::NoSuchDevice { name: name.to_string(), count }) }
 }
 
-/// Whether the device multiplies bf16 matrices in hardware: CUDA does, a CPU only with AVX512-BF16 or AMX.
-pub fn has_bf16_units(device: Device) -> bool {
-    match device {
-        Device::Cuda(_) => true,
-        _ => std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains("avx512_bf16") || text.contains("amx_bf16")),
+/// Whether the device multiplies bf16 matrices faster than f32 ones: CUDA does; a CPU must have the instructions for it, and then it is
+/// timed, because some have them and still are slower (seen: AVX512-BF16 without AMX, half the rate of f32).
+pub fn bf16_is_faster(device: Device) -> bool {
+    if matches!(device, Device::Cuda(_)) {
+        return true;
     }
+    let has_units =
+        std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains("avx512_bf16") || text.contains("amx_bf16"));
+    has_units && seconds_to_multiply(Kind::BFloat16, device) < seconds_to_multiply(Kind::Float, device)
+}
+
+/// The best of a few products of training's usual shape.
+fn seconds_to_multiply(kind: Kind, device: Device) -> f64 {
+    let (rows, inputs, outputs) = (512, 1024, 1024);
+    let (input, weight) = (Tensor::ones([rows, inputs], (kind, device)), Tensor::ones([outputs, inputs], (kind, device)));
+    let seconds = (0..8).map(|_| {
+        let start = Instant::now();
+        let _ = input.matmul(&weight.transpose(0, 1));
+        start.elapsed().as_secs_f64()
+    });
+    seconds.fold(f64::INFINITY, f64::min)
 }
 
 /// A tensor with exactly these bytes. `half::bf16` never goes through tch's own conversion, which stores it as f16
@@ -89,6 +105,25 @@ pub fn to_ids(tensor: &Tensor) -> Vec<u32> {
 /// The setting is per thread, so that a target and a drafter on two threads each keep their own cores.
 pub fn set_num_threads(threads: usize) {
     tch::set_num_threads(threads.max(1) as i32);
+}
+
+/// Tells the C library to keep freed memory for the next tensor instead of giving it back to the system.
+///
+/// By default every tensor above some size is mapped afresh, and the kernel clears each of its pages again: a tenth of a training
+/// step. To be called once, before the first tensor. Does nothing where the C library is not glibc.
+pub fn keep_freed_memory() {
+    #[cfg(target_env = "gnu")]
+    {
+        /// What the heap grows by at a time.
+        const GROWTH: libc::c_int = 64 << 20;
+        #[allow(unsafe_code)]
+        // SAFETY: mallopt only sets parameters of the allocator, and is called before other threads exist.
+        unsafe {
+            libc::mallopt(libc::M_MMAP_MAX, 0);
+            libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
+            libc::mallopt(libc::M_TOP_PAD, GROWTH);
+        }
+    }
 }
 
 /// The cores that this process may use.

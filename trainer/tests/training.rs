@@ -155,13 +155,8 @@ fn run(folder: &Path, stop_after: Option<u64>) -> (Ending, Vec<f64>) {
         block_size: 4,
         labels: "next".to_string(),
         mask_token: 39,
-        removed_layers: Vec::new(),
-        parent: None,
-        recipe_hash: String::new(),
-        thinking: false,
-        training_tokens: 0,
-        step: 0,
         layers: 3,
+        ..DrafterFile::default()
     };
     let files = TextFiles { tokenizer: "{}".to_string(), tokenizer_config: "{}".to_string(), generation_config: None };
     let output = Output { folder, drafter, files: &files };

@@ -1,0 +1,115 @@
+//! What the binary says and how it exits when recipe, prompts or models are wrong.
+
+use std::fs;
+use std::path::Path;
+
+use super::{drafthorse, root, stderr, tiny};
+
+/// Runs a recipe with overrides in a folder; gives exit code and stderr.
+fn fails(folder: &Path, recipe: &Path, overrides: &[&str]) -> (i32, String) {
+    let mut arguments = vec!["run", recipe.to_str().unwrap()];
+    arguments.extend(overrides.iter().flat_map(|change| ["--set", change]));
+    let output = drafthorse(folder, &arguments).output().unwrap();
+    let message = stderr(&output);
+    assert!(!message.contains("panicked") && !message.contains("a defect in drafthorse"), "{message}");
+    (output.status.code().unwrap(), message)
+}
+
+#[test]
+fn recipes_that_cannot_be_carried_out_exit_2_and_name_the_key() {
+    let folder = tempfile::tempdir().unwrap();
+    let cases = [
+        ("train.anchorz=3", "anchors"),
+        ("train.steps=many", "train.steps"),
+        ("drafter.block_size=1", "at least 2"),
+        ("drafter.mask_token=49152", "49152 embedding rows"),
+        ("prune.remove=30", "prune.remove"),
+        ("data.prompts=[\"absent.jsonl\"]", "absent.jsonl"),
+        ("target.model=./absent.gguf", "absent.gguf"),
+    ];
+    for (change, expected) in cases {
+        let (code, message) = fails(folder.path(), &root().join("recipes/quickstart.toml"), &[change]);
+        assert_eq!(code, 2, "{change}: {message}");
+        assert!(message.contains(expected), "{change}: {message}");
+        assert!(!folder.path().join("runs").exists(), "{change}: nothing may be begun");
+    }
+}
+
+/// A tiny model's folder, changed by `spoil`, as the target: exit code 1, a message with all of `expected`, nothing begun.
+fn assert_model_is_refused(spoil: impl Fn(&Path), expected: &[&str]) {
+    let folder = tempfile::tempdir().unwrap();
+    tiny::write(folder.path());
+    spoil(&folder.path().join("model"));
+    let (code, message) = fails(folder.path(), Path::new("recipe.toml"), &[]);
+    assert!(code == 1 || code == 2, "{code}: {message}");
+    for expected in expected {
+        assert!(message.contains(expected), "`{expected}` is not in: {message}");
+    }
+    let responses = folder.path().join("runs/tiny/responses");
+    let parts = fs::read_dir(responses).into_iter().flatten().flatten().filter(|file| {
+        file.path().extension().is_some_and(|extension| extension == "parquet")
+    });
+    assert_eq!(parts.count(), 0, "{message}");
+}
+
+#[test]
+fn models_that_cannot_be_read_are_named_with_what_is_wrong() {
+    let weights = "model.safetensors";
+    assert_model_is_refused(|model| fs::remove_file(model.join(weights)).unwrap(), &["model", "safetensors"]);
+    assert_model_is_refused(|model| fs::remove_file(model.join("config.json")).unwrap(), &["config.json"]);
+    assert_model_is_refused(
+        |model| {
+            let bytes = fs::read(model.join(weights)).unwrap();
+            fs::write(model.join(weights), &bytes[..bytes.len() / 2]).unwrap();
+        },
+        &[weights, "truncated"],
+    );
+    assert_model_is_refused(
+        |model| {
+            let config = fs::read_to_string(model.join("config.json")).unwrap();
+            assert!(config.contains("\"intermediate_size\": 64"), "{config}");
+            fs::write(model.join("config.json"), config.replace("\"intermediate_size\": 64", "\"intermediate_size\": 65")).unwrap();
+        },
+        &[weights, "model.layers.0.mlp", "[64, 32]", "[65, 32]"],
+    );
+}
+
+#[test]
+fn a_truncated_gguf_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("short.gguf");
+    let bytes = fs::read(root().join(".models/SmolLM2-135M-Instruct.Q4_1.gguf")).expect("run `make setup` first");
+    fs::write(&model, &bytes[..bytes.len() / 2]).unwrap();
+    let change = format!("target.model={}", model.display());
+    let (code, message) = fails(folder.path(), &root().join("recipes/quickstart.toml"), &[&change]);
+    assert_eq!(code, 1, "{message}");
+    assert!(message.contains("short.gguf") && message.contains("truncated"), "{message}");
+}
+
+#[test]
+fn a_prompt_file_without_a_prompt_is_an_error_and_bad_rows_are_counted() {
+    let folder = tempfile::tempdir().unwrap();
+    tiny::write(folder.path());
+    let prompts = folder.path().join("prompts.jsonl");
+    let good = fs::read_to_string(&prompts).unwrap();
+    fs::write(&prompts, "\n\n").unwrap();
+    let (code, message) = fails(folder.path(), Path::new("recipe.toml"), &[]);
+    assert_eq!(code, 1, "{message}");
+    assert!(message.contains("prompts.jsonl"), "{message}");
+
+    let mut lines: Vec<&str> = good.lines().collect();
+    lines.insert(5, "{\"messages\": [{\"role\": \"user\", \"content\"");
+    lines.insert(9, "[1, 2]");
+    lines.insert(12, "{\"messages\": [{\"role\": \"user\", \"content\": \"\"}]}");
+    fs::write(&prompts, lines.join("\n")).unwrap();
+    let output = drafthorse(folder.path(), &["regenerate", "recipe.toml"]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stderr(&output).contains("27 prompts: 24 to answer, 3 rejected"), "{}", stderr(&output));
+    let responses = folder.path().join("runs/tiny/responses");
+    let rejected = fs::read_to_string(responses.join("rejected.jsonl")).unwrap();
+    let rejected: Vec<serde_json::Value> = rejected.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(rejected.iter().map(|row| row["line"].as_u64().unwrap()).collect::<Vec<_>>(), [6, 10, 13]);
+    let manifest: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(responses.join(data::manifest::FILE_NAME)).unwrap()).unwrap();
+    assert_eq!((&manifest["results"]["rows_used"], &manifest["results"]["rows_rejected"]), (&24.into(), &3.into()));
+}

@@ -1,0 +1,121 @@
+//! A run that is interrupted or killed in every stage ends with the results of one that was left alone.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{ExitStatus, Stdio};
+
+use super::{drafthorse, stderr, tiny};
+
+/// The title of each piece of work's progress, in order: every stage at least once.
+const WORK: [&str; 7] = ["regenerate", "train", "layers", "recover", "step-000000", "step-000030", "layers-03"];
+
+const COMMAND: [&str; 4] = ["run", "recipe.toml", "--log-format", "json"];
+
+/// Runs until the first progress of `title`, then sends the signal; gives how the process ended and what it said.
+#[allow(unsafe_code)]
+fn signalled(folder: &Path, title: &str, signal: libc::c_int) -> (ExitStatus, String) {
+    let mut child = drafthorse(folder, &COMMAND).stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    let pid = libc::pid_t::try_from(child.id()).unwrap();
+    let mut said = String::new();
+    let mut sent = false;
+    for line in BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap) {
+        if !sent && line.contains(&format!("\"progress\":\"{title}\"")) {
+            // SAFETY: the process is our own child and has not been waited for.
+            assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+            sent = true;
+        }
+        said.push_str(&line);
+        said.push('\n');
+    }
+    assert!(sent, "`{title}` never made progress:\n{said}");
+    (child.wait().unwrap(), said)
+}
+
+/// Everything a run made that does not depend on the clock: the trained and pruned weights, and the scores without times.
+fn results(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let run = folder.join("runs/tiny");
+    let mut results: Vec<(String, Vec<u8>)> = ["train/latest", "prune/layers-03"]
+        .iter()
+        .map(|name| (name.to_string(), fs::read(run.join(name).join("model.safetensors")).unwrap()))
+        .collect();
+    for name in ["step-000000", "step-000030", "layers-03"] {
+        let text = fs::read_to_string(run.join("scores").join(format!("{name}.json"))).unwrap();
+        let mut score: serde_json::Value = serde_json::from_str(&text).unwrap();
+        for (_, decoder) in score["decoders"].as_object_mut().unwrap() {
+            for (_, figures) in decoder["benchmarks"].as_object_mut().unwrap() {
+                assert_ne!(figures["identical_to_autoregressive"], false, "{name}: {figures}");
+                let figures = figures.as_object_mut().unwrap();
+                figures.retain(|key, _| !key.ends_with("_seconds") && key != "tokens_per_second" && key != "speedup");
+            }
+        }
+        results.push((name.to_string(), serde_json::to_vec_pretty(&score).unwrap()));
+    }
+    for file in ["train/metrics.jsonl", "prune/ledger.jsonl"] {
+        let lines = fs::read_to_string(run.join(file)).unwrap();
+        let without_times = lines.lines().map(|line| {
+            let mut line: serde_json::Value = serde_json::from_str(line).unwrap();
+            line.as_object_mut().unwrap().retain(|key, _| key != "seconds" && key != "tokens_per_second");
+            format!("{line}\n")
+        });
+        results.push((file.to_string(), without_times.collect::<String>().into_bytes()));
+    }
+    results
+}
+
+fn assert_same(one: &[(String, Vec<u8>)], other: &[(String, Vec<u8>)]) {
+    for ((name, one), (_, other)) in one.iter().zip(other) {
+        let show = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap_or_else(|_| format!("{} bytes", bytes.len()));
+        assert!(one == other, "{name} differs:\n{}\n{}", show(one), show(other));
+    }
+}
+
+#[test]
+fn a_run_interrupted_or_killed_in_every_stage_ends_as_one_left_alone() {
+    let folders = [(); 3].map(|()| tempfile::tempdir().unwrap());
+    let [alone, interrupted, killed] = folders.each_ref().map(|folder| folder.path());
+    for folder in [alone, interrupted, killed] {
+        tiny::write(folder);
+    }
+    let output = drafthorse(alone, &COMMAND).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let expected = results(alone);
+
+    // A second start finds everything done and prints the same table.
+    let again = drafthorse(alone, &COMMAND).output().unwrap();
+    assert!(again.status.success(), "{}", stderr(&again));
+    assert_eq!(stderr(&again).matches("is done").count(), 4, "{}", stderr(&again));
+    assert_eq!(again.stdout, output.stdout);
+    assert!(String::from_utf8(again.stdout).unwrap().contains("layers-03"));
+
+    for title in WORK {
+        let (status, said) = signalled(interrupted, title, libc::SIGINT);
+        assert_eq!(status.code(), Some(3), "{title}: {said}");
+        assert!(said.contains("Run the same command again"), "{title}: {said}");
+        let (status, _) = signalled(killed, title, libc::SIGKILL);
+        assert_eq!(status.code(), None, "{title}");
+    }
+    for folder in [interrupted, killed] {
+        let output = drafthorse(folder, &COMMAND).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        assert_same(&results(folder), &expected);
+    }
+}
+
+#[test]
+fn what_changed_in_the_recipe_is_named_and_nothing_is_overwritten() {
+    let folder = tempfile::tempdir().unwrap();
+    tiny::write(folder.path());
+    let output = drafthorse(folder.path(), &["run", "recipe.toml", "--until", "train"]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let weights = || fs::read(folder.path().join("runs/tiny/train/latest/model.safetensors")).unwrap();
+    let before = weights();
+    let changed = ["run", "recipe.toml", "--until", "train", "--set", "train.learning_rate=1e-4"];
+    let output = drafthorse(folder.path(), &changed).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("train.learning_rate") && stderr(&output).contains("--restart"), "{}", stderr(&output));
+    assert!(weights() == before);
+    let output = drafthorse(folder.path(), &[&changed[..], &["--restart", "train"]].concat()).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(weights() != before);
+}
