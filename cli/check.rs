@@ -8,9 +8,9 @@ use crate::models::{check_shapes, faster_dtype, initial_layers, kind, kind_name,
 
 /// Validates against the models' shapes and prints the resolved recipe and the plan on stdout.
 pub(crate) fn check(mut recipe: Recipe) -> anyhow::Result<()> {
+    let (target, init) = check_shapes(&recipe)?;
     recipe.settle_dtypes("", faster_dtype);
     let recipe = &recipe;
-    let (target, init) = check_shapes(recipe)?;
     let depth = initial_layers(recipe, init.num_hidden_layers)?.len();
     let drafter = ModelConfig { num_hidden_layers: depth, ..init };
     let (target_kind, drafter_kind) = (kind(recipe.target.dtype), kind(recipe.drafter.dtype));

@@ -1,7 +1,8 @@
 //! A run's folder: who may write to it, how its stages stand, and what each stage's results depend on.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
+use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
@@ -20,24 +21,43 @@ pub(crate) struct RunFolder {
 }
 
 impl RunFolder {
-    /// Creates or opens the folder below the current one, locks it, settles what the recipe leaves to the machine, and writes the
-    /// resolved recipe into the folder.
-    pub(crate) fn open(recipe: &mut Recipe) -> anyhow::Result<Self> {
-        let path = Path::new("runs").join(&recipe.name);
+    /// Creates or opens the folder below the current one and locks it.
+    pub(crate) fn open(name: &str) -> anyhow::Result<Self> {
+        let path = Path::new("runs").join(name);
         fs::create_dir_all(&path).with_context(|| format!("cannot create `{}`", path.display()))?;
         let lock_path = path.join(".lock");
         let lock = File::create(&lock_path).with_context(|| format!("cannot write `{}`", lock_path.display()))?;
-        if lock.try_lock().is_err() {
-            anyhow::bail!(
+        match lock.try_lock() {
+            Ok(()) => Ok(Self { path, _lock: lock }),
+            Err(TryLockError::WouldBlock) => anyhow::bail!(
                 "`{}` is in use by another drafthorse process; wait for it or give the run another name",
                 path.display()
-            );
+            ),
+            Err(TryLockError::Error(error)) => Err(error).with_context(|| format!("cannot lock `{}`", lock_path.display())),
         }
-        let recipe_path = path.join("recipe.toml");
-        recipe.settle_dtypes(&fs::read_to_string(&recipe_path).unwrap_or_default(), faster_dtype);
-        data::files::write_atomically(&recipe_path, recipe.to_toml().as_bytes())
-            .with_context(|| format!("cannot write `{}`", recipe_path.display()))?;
-        Ok(Self { path, _lock: lock })
+    }
+
+    /// Settles what the recipe leaves to the machine: as the run was begun, where it was.
+    pub(crate) fn settle(&self, recipe: &mut Recipe) {
+        recipe.settle_dtypes(&fs::read_to_string(self.path.join("recipe.toml")).unwrap_or_default(), faster_dtype);
+    }
+
+    /// Writes the resolved recipe into the folder; to be called once the stages' inputs are known to fit what is there.
+    pub(crate) fn write_recipe(&self, recipe: &Recipe) -> anyhow::Result<()> {
+        let path = self.path.join("recipe.toml");
+        data::files::write_atomically(&path, recipe.to_toml().as_bytes())
+            .with_context(|| format!("cannot write `{}`", path.display()))
+    }
+
+    /// The day that chat templates are told, which is the run's first: another day would be another prompt.
+    pub(crate) fn date(&self) -> anyhow::Result<String> {
+        let path = self.path.join(".date");
+        if let Ok(date) = fs::read_to_string(&path) {
+            return Ok(date);
+        }
+        let today = data::chat::today();
+        data::files::write_atomically(&path, today.as_bytes()).with_context(|| format!("cannot write `{}`", path.display()))?;
+        Ok(today)
     }
 
     /// A stage's folder, created where it is absent.
@@ -47,8 +67,16 @@ impl RunFolder {
         Ok(folder)
     }
 
-    /// Removes what `stage` and the stages after it made.
+    /// Removes what `stage` and the stages after it made, and what the run kept from its beginning when it begins anew.
     pub(crate) fn restart(&self, stage: Stage) -> anyhow::Result<()> {
+        if stage == Stage::Regenerate {
+            for name in ["recipe.toml", ".date"] {
+                let path = self.path.join(name);
+                if path.exists() {
+                    fs::remove_file(&path).with_context(|| format!("cannot remove `{}`", path.display()))?;
+                }
+            }
+        }
         for later in Stage::ALL.into_iter().filter(|&later| later >= stage) {
             let folder = self.path.join(later.folder());
             if folder.exists() {
@@ -82,14 +110,16 @@ pub(crate) fn inputs(recipe: &Recipe, stage: Stage, run: &RunFolder) -> anyhow::
         Stage::Evaluate => {
             take("target", &["target.model"]);
             take("evaluate", &["evaluate.benchmarks"]);
+            // Speed is measured against the target on the same device.
+            take("devices", &[]);
         }
     }
     // Files count by what they hold, so that a moved folder stays the same run.
     match stage {
         Stage::Regenerate => {
             inputs.insert("target.model".to_string(), model_identity(&recipe.target.model)?);
-            for path in &recipe.data.prompts {
-                inputs.insert(format!("data.prompts {}", name_of(path)), file_hash(path)?);
+            for (index, path) in recipe.data.prompts.iter().enumerate() {
+                inputs.insert(format!("data.prompts {index} {}", name_of(path)), file_hash(path)?);
             }
         }
         Stage::Train => {
@@ -118,27 +148,40 @@ fn upstream_hash(folder: &Path) -> anyhow::Result<Option<String>> {
         .transpose()
 }
 
-/// A model by name and the sizes of its files: enough to notice another model without reading gigabytes.
+/// A model by the names, sizes and contents of its files; of the weights only samples are read, for they may be hundreds of gigabytes.
 fn model_identity(model: &str) -> anyhow::Result<String> {
     let path = local_model(model)?;
     let mut files: Vec<PathBuf> = if path.is_dir() {
-        fs::read_dir(&path)
-            .with_context(|| format!("cannot read `{}`", path.display()))?
-            .flatten()
-            .map(|entry| entry.path())
-            .collect()
+        let entries = fs::read_dir(&path).with_context(|| format!("cannot read `{}`", path.display()))?;
+        entries.flatten().map(|entry| entry.path()).collect()
     } else {
         vec![path.clone()]
     };
     files.sort();
-    let sizes: Vec<String> = files
-        .iter()
-        .filter(|file| {
-            file.extension().is_some_and(|extension| extension == "safetensors" || extension == "gguf" || extension == "json")
-        })
-        .map(|file| format!("{}:{}", name_of(file), fs::metadata(file).map_or(0, |metadata| metadata.len())))
-        .collect();
-    Ok(format!("{} {}", name_of(&path), &sha256_hex(sizes.join(" "))[..16]))
+    let mut parts = Vec::new();
+    for file in files {
+        let hash = match file.extension().and_then(|extension| extension.to_str()) {
+            Some("json" | "jinja") => file_hash(&file)?,
+            Some("safetensors" | "gguf") => sampled_hash(&file).with_context(|| format!("cannot read `{}`", file.display()))?,
+            _ => continue,
+        };
+        parts.push(format!("{} {hash}", name_of(&file)));
+    }
+    Ok(format!("{} {}", name_of(&path), &sha256_hex(parts.join("\n"))[..16]))
+}
+
+/// The hash of a file's length and of small pieces spread evenly over it.
+fn sampled_hash(path: &Path) -> std::io::Result<String> {
+    const PIECES: u64 = 64;
+    const PIECE: u64 = 4096;
+    let mut file = File::open(path)?;
+    let length = file.metadata()?.len();
+    let mut sampled = length.to_le_bytes().to_vec();
+    for piece in 0..PIECES {
+        file.seek(SeekFrom::Start(length.saturating_sub(PIECE) / (PIECES - 1) * piece))?;
+        (&mut file).take(PIECE).read_to_end(&mut sampled)?;
+    }
+    Ok(sha256_hex(sampled)[..16].to_string())
 }
 
 /// The folder or file of a model named in a recipe.

@@ -97,7 +97,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(Ok(Status::Done)) => ExitCode::SUCCESS,
         Ok(Ok(Status::Interrupted)) => {
-            progress.note("interrupted; everything done so far is saved. Run the same command again to go on");
+            progress.note("interrupted; finished work is saved. Run the same command again to go on from there");
             ExitCode::from(3)
         }
         Ok(Err(error)) => {

@@ -23,17 +23,17 @@ pub(crate) struct Text {
 }
 
 impl Text {
-    /// From a model folder or a GGUF file.
-    pub(crate) fn load(model: &str) -> anyhow::Result<Self> {
+    /// From a model folder or a GGUF file. Templates that ask for the date are told `date`, else today's.
+    pub(crate) fn load(model: &str, date: Option<&str>) -> anyhow::Result<Self> {
         let path = local_model(model)?;
         if path.is_dir() {
             let special = SpecialTokens::from_configuration(&path.join("tokenizer_config.json"))?;
             let tokenizer = Tokenizer::from_file(&path.join("tokenizer.json"))?;
-            return Ok(Self { tokenizer, special, template: ChatTemplate::from_folder(&path)? });
+            return Ok(Self { tokenizer, special, template: dated(ChatTemplate::from_folder(&path)?, date)? });
         }
         let gguf = GgufFile::open(&path)?;
         let (tokenizer, special) = (Tokenizer::from_gguf(&gguf)?, SpecialTokens::from_gguf(&gguf));
-        Ok(Self { tokenizer, special, template: ChatTemplate::from_gguf(&gguf)? })
+        Ok(Self { tokenizer, special, template: dated(ChatTemplate::from_gguf(&gguf)?, date)? })
     }
 
     /// A chat as the target's prompt: its text and its ids.
@@ -51,6 +51,13 @@ impl Text {
             generation_config: None,
         }
     }
+}
+
+fn dated(template: ChatTemplate, date: Option<&str>) -> anyhow::Result<ChatTemplate> {
+    Ok(match date {
+        Some(date) => template.with_date(date)?,
+        None => template,
+    })
 }
 
 /// The shape of a model named in a recipe, without its weights.
@@ -74,9 +81,13 @@ pub(crate) fn kind_name(kind: Kind) -> &'static str {
     if kind == Kind::BFloat16 { "bf16" } else { "f32" }
 }
 
-/// Loads the target.
+/// Loads the target onto its device.
 pub(crate) fn target(recipe: &Recipe) -> anyhow::Result<Transformer> {
-    let device = torch::device(&recipe.devices.target)?;
+    target_on(recipe, torch::device(&recipe.devices.target)?)
+}
+
+/// Loads the target onto a device.
+pub(crate) fn target_on(recipe: &Recipe, device: Device) -> anyhow::Result<Transformer> {
     let path = local_model(&recipe.target.model)?;
     model::weights::load(&path, kind(recipe.target.dtype), device)
         .with_context(|| format!("cannot load target `{}`", path.display()))
@@ -127,15 +138,34 @@ pub(crate) fn check_shapes(recipe: &Recipe) -> anyhow::Result<(ModelConfig, Mode
             init.vocab_size, target.vocab_size
         ));
     }
-    if i64::from(recipe.drafter.mask_token) >= init.vocab_size {
+    let mask_token = recipe.drafter.mask_token;
+    if i64::from(mask_token) >= init.vocab_size {
         return bad(format!(
-            "`drafter.mask_token` is {}, but `drafter.init` has {} embedding rows; choose one below it that chats do not use",
-            recipe.drafter.mask_token, init.vocab_size
+            "`drafter.mask_token` is {mask_token}, but `drafter.init` has {} embedding rows; choose one below it that chats do not use",
+            init.vocab_size
         ));
     }
+    if target.eos_token_id.contains(&mask_token) || Text::load(&recipe.target.model, None)?.tokenizer.is_ordinary(mask_token) {
+        return bad(format!(
+            "`drafter.mask_token` {mask_token} stands for text or ends a response in `target.model`; choose a special token that chats do \
+             not use, or an id beyond the tokenizer's but below the {} embedding rows",
+            init.vocab_size
+        ));
+    }
+    for (key, device) in [("devices.target", &recipe.devices.target), ("devices.drafter", &recipe.devices.drafter)] {
+        if let Err(error) = torch::device(device) {
+            return bad(format!("`{key}`: {error}"));
+        }
+    }
     let depth = initial_layers(recipe, init.num_hidden_layers)?.len();
-    if let Err(error) = pruner::pruning::check(layers_to_remove(recipe, depth), recipe.prune.min_layers, depth) {
+    let remove = layers_to_remove(recipe, depth);
+    if let Err(error) = pruner::pruning::check(remove, recipe.prune.min_layers, depth) {
         return bad(error.to_string());
+    }
+    if remove > 0 && recipe.data.holdout == 0.0 {
+        return bad(
+            "`data.holdout` is 0, but pruning measures layers on held-out responses; raise it or set `prune.remove = 0`".into()
+        );
     }
     Ok((target, init))
 }

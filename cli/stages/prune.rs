@@ -1,15 +1,15 @@
 //! Layers go, the least harmful first; the drafter recovers after each.
 
 use model::checkpoint;
-use pruner::pruning::{self, Progress, Settings};
+use pruner::pruning::{self, Progress, Settings, layers_name, recovery_name};
 use serde_json::{Map, json};
 use trainer::objective::Distillation;
 use trainer::state;
 use trainer::training::{Ending, Plan, step_name};
 
-use super::train::{describe, plan, responses, sinks};
+use super::train::{describe, plan, responses, rewind_metrics, sinks};
 use super::{Context, Stage, Status};
-use crate::models::{self, Text};
+use crate::models;
 
 /// Prunes by the recipe, or records that nothing is to be pruned.
 pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
@@ -30,6 +30,8 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
     let recovery = Plan {
         steps: prune.recovery_steps as u64,
         learning_rate: prune.learning_rate,
+        // The mask row has found its place.
+        mask_learning_rate: prune.learning_rate,
         loss: trainer::backward::LossSettings { ar_weight: prune.ar_weight, ..training.loss },
         // Another order and other anchors than in training.
         seed: recipe.seed + 1,
@@ -42,10 +44,10 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
         min_layers: prune.min_layers,
         keep_tau: prune.keep_tau,
         anchors: prune.anchors,
-        distillation: Distillation { temperature: prune.temperature, margin: prune.margin },
+        distillation: Distillation { temperature: prune.temperature, margin: Some(prune.margin) },
         recovery,
     };
-    let text = Text::load(&recipe.target.model)?;
+    let text = context.text()?;
     let files = text.files();
     let parent = step_name(file.step);
     let held_out = &responses.held_out[..responses.held_out.len().min(prune.responses)];
@@ -58,25 +60,22 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
         examples: &responses.training,
         held_out,
     };
-    // The recovery under way, if any, says from which step its metrics go on.
-    let depth = (teacher.layers.len() - remove..teacher.layers.len())
-        .find(|depth| context.folder.join(format!("recover-{depth:02}")).exists());
-    let resumed = depth.and_then(|depth| {
-        let latest = context.folder.join(format!("recover-{depth:02}")).join(checkpoint::LATEST);
-        latest.join(state::FOLDER).exists().then(|| checkpoint::load_drafter_file(&latest).map(|file| file.step).unwrap_or(0))
-    });
-    let stage = depth.map_or_else(String::new, |depth| format!("recover-{depth:02}"));
-    let mut sinks = sinks(context, &stage, resumed.unwrap_or(0))?;
+    // The recovery under way says from which step its metrics go on; those of finished ones stay, those of an earlier start go.
+    let depths = teacher.layers.len() - remove..teacher.layers.len();
+    for depth in depths.filter(|&depth| !context.folder.join(layers_name(depth)).exists()) {
+        let latest = context.folder.join(recovery_name(depth)).join(checkpoint::LATEST);
+        let resumed = if latest.join(state::FOLDER).exists() { checkpoint::load_drafter_file(&latest)?.step } else { 0 };
+        rewind_metrics(context, &recovery_name(depth), resumed)?;
+    }
+    let mut sinks = sinks(context)?;
 
     let measuring = context.progress.bar("layers", teacher.layers.len());
     let recovering = context.progress.bar("recover", prune.recovery_steps);
-    let mut removed = Vec::new();
     let mut show = |event: Progress<'_>| match event {
         Progress::Measured { done, loss, .. } => {
             measuring.set(done, &format!("without layer {} τ falls by {:.3}", loss.layer, loss.tau_loss));
         }
         Progress::Removed { original_layer, depth, tau_before, tau_after } => {
-            removed.push(original_layer);
             measuring.note(&format!(
                 "{:>12} layer {original_layer} removed, {depth} layers left: τ {tau_before:.2} before, {tau_after:.2} after",
                 "prune"

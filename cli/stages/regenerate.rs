@@ -31,7 +31,7 @@ struct Work {
 /// Generates what is still missing and writes the manifest.
 pub(super) fn run(context: &Context<'_>, earlier: Option<&Manifest>) -> anyhow::Result<Status> {
     let recipe = context.recipe;
-    let text = Text::load(&recipe.target.model)?;
+    let text = context.text()?;
     let mut read = prompts::read(&recipe.data.prompts)?;
     if let Some(limit) = recipe.data.limit {
         read.requests.truncate(limit);
@@ -118,7 +118,7 @@ pub(super) fn run(context: &Context<'_>, earlier: Option<&Manifest>) -> anyhow::
             }
             Ok(())
         };
-        generate(&target, &prompts, &settings, &mut |generated: Generated, _| {
+        let outcome = generate(&target, &prompts, &settings, context.stop, &mut |generated: Generated| {
             let work = missing[generated.index];
             fresh_tokens += generated.ids.len();
             match response(context, &text, work, generated) {
@@ -130,12 +130,14 @@ pub(super) fn run(context: &Context<'_>, earlier: Option<&Manifest>) -> anyhow::
             }
             let rate = fresh_tokens as f64 / started.elapsed().as_secs_f64();
             bar.set(counts.rows + pending.len(), &format!("{rate:.0} tokens/s"));
-            if failure.is_some() || context.stopping() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-        })?;
+            if failure.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        });
+        // What is finished is kept, whatever ended the rest.
+        flush(&mut pending, &mut counts)?;
+        outcome?;
         if let Some(error) = failure {
             return Err(error);
         }
-        flush(&mut pending, &mut counts)?;
     }
     if counts.rows < used {
         return Ok(Status::Interrupted);
@@ -170,7 +172,7 @@ fn render(context: &Context<'_>, text: &Text, requests: Vec<Request>, rejected: 
             ),
             Err(error) => format!("the chat template refuses it: {error:#}"),
         };
-        let row = Rejected { file: request.source.clone(), line: 0, reason, text: serde_json::to_string(&request.messages)? };
+        let row = Rejected { file: request.file, line: request.line, reason, text: serde_json::to_string(&request.messages)? };
         rejected.push(row);
     }
     Ok(work)

@@ -55,9 +55,10 @@ pub(super) fn write(recipe: &Recipe, run: &RunFolder, progress: &Progress) -> an
 /// The first rounds of the first text that the asynchronous decoder wrote.
 fn timeline(path: &Path) -> anyhow::Result<Vec<TimelineRound>> {
     let rounds = read_rounds(path)?;
-    let of_first = rounds.into_iter().filter(|row| row.decoder == "asynchronous").map(|row| row.round);
+    let mut rounds = rounds.into_iter().filter(|row| row.decoder == "asynchronous").peekable();
+    let first = rounds.peek().map(|row| row.benchmark.clone());
+    let of_first = rounds.filter(|row| Some(&row.benchmark) == first.as_ref() && row.round.prompt == 0).map(|row| row.round);
     Ok(of_first
-        .filter(|round| round.prompt == 0)
         .take(TIMELINE_ROUNDS)
         .map(|round| TimelineRound {
             draft_start: round.draft_start,

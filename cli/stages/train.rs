@@ -1,6 +1,7 @@
 //! The drafter learns to propose blocks of the target's responses.
 
 use std::fs;
+use std::path::PathBuf;
 
 use anyhow::Context as _;
 use configs::Recipe;
@@ -16,7 +17,7 @@ use trainer::state;
 use trainer::training::{Ending, Output, Plan, StepReport, saved_steps, step_name, train};
 
 use super::{Context, Stage, Status};
-use crate::models::{self, Text};
+use crate::models;
 
 /// The responses of a run, as examples.
 pub(super) struct Responses {
@@ -57,6 +58,7 @@ pub(super) fn plan(recipe: &Recipe, kind: Kind) -> Plan {
         loss: LossSettings { ar_weight: train.ar_weight, chunk_rows: train.chunk_rows, recompute: train.recompute },
         optimiser: AdamWSettings { beta1: train.beta1, beta2: train.beta2, weight_decay: train.weight_decay },
         learning_rate: train.learning_rate,
+        mask_learning_rate: train.mask_learning_rate,
         warmup: train.warmup,
         minimum_learning_rate: train.minimum_learning_rate,
         clip: train.clip,
@@ -67,13 +69,21 @@ pub(super) fn plan(recipe: &Recipe, kind: Kind) -> Plan {
     }
 }
 
-/// Opens the run's metrics for a stage that goes on after `step`.
-pub(super) fn sinks(context: &Context<'_>, stage: &str, step: u64) -> anyhow::Result<Sinks> {
-    let path = context.run.path.join(Stage::Train.folder()).join("metrics.jsonl");
-    let lines = JsonLines::resume(&path, stage, step).with_context(|| format!("cannot write `{}`", path.display()))?;
+/// The run's metrics; training and recoveries share them.
+pub(super) fn sinks(context: &Context<'_>) -> anyhow::Result<Sinks> {
     let events = context.run.path.join("events");
     let board = TensorBoard::create(&events).with_context(|| format!("cannot write `{}`", events.display()))?;
-    Ok(Sinks(vec![Box::new(lines), Box::new(board)]))
+    Ok(Sinks(vec![Box::new(JsonLines::new(&metrics_path(context))), Box::new(board)]))
+}
+
+/// Drops what the metrics hold of `stage` after `step`: it is done again.
+pub(super) fn rewind_metrics(context: &Context<'_>, stage: &str, step: u64) -> anyhow::Result<()> {
+    let path = metrics_path(context);
+    JsonLines::rewind(&path, stage, step).with_context(|| format!("cannot write `{}`", path.display()))
+}
+
+fn metrics_path(context: &Context<'_>) -> PathBuf {
+    context.run.path.join(Stage::Train.folder()).join("metrics.jsonl")
 }
 
 /// One line about a step.
@@ -89,7 +99,7 @@ pub(super) fn describe(report: &StepReport) -> String {
 pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
     let recipe = context.recipe;
     context.write_manifest(Stage::Train, false, Map::new())?;
-    let text = Text::load(&recipe.target.model)?;
+    let text = context.text()?;
     let files = text.files();
     let responses = responses(context)?;
     let (device, kind) = models::drafter_place(recipe)?;
@@ -112,6 +122,13 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
 
     let latest = context.folder.join(checkpoint::LATEST);
     let resumed = if latest.join(state::FOLDER).exists() { checkpoint::load_drafter_file(&latest)?.step } else { 0 };
+    if resumed == 0 && fs::symlink_metadata(&latest).is_ok() {
+        anyhow::bail!(
+            "`{}` has no `{}` to go on from; put it back, or begin again with `drafthorse run RECIPE --restart train`",
+            latest.display(),
+            state::FOLDER
+        );
+    }
     // Steps beyond `latest` were written but never became it.
     for step in saved_steps(&context.folder).into_iter().filter(|&step| step > resumed) {
         let folder = context.folder.join(step_name(step));
@@ -136,9 +153,14 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
         }
     };
     let output = Output { folder: &context.folder, drafter, files: &files };
-    let mut sinks = sinks(context, "train", resumed)?;
-    let ending =
-        train(&start, &plan, &responses.training, held_out, &Objective::Gold, &output, &mut sinks, &mut report, context.stop)?;
+    rewind_metrics(context, "train", resumed)?;
+    let mut sinks = sinks(context)?;
+    let target = match recipe.train.objective {
+        configs::Objective::Tokens => None,
+        configs::Objective::Target => Some(models::target_on(recipe, device)?),
+    };
+    let objective = target.as_ref().map_or(Objective::Tokens, |target| Objective::Target { target });
+    let ending = train(&start, &plan, &responses.training, held_out, &objective, &output, &mut sinks, &mut report, context.stop)?;
     drop(bar);
     if ending != Ending::Done {
         return Ok(Status::Interrupted);

@@ -91,8 +91,11 @@ pub struct Train {
     pub gamma: f64,
     /// The weight of the next-token loss beside the block loss.
     pub ar_weight: f64,
+    pub objective: Objective,
     /// The peak of the schedule.
     pub learning_rate: f64,
+    /// The peak for the mask token's embedding row, which has to find its place from nothing.
+    pub mask_learning_rate: f64,
     pub steps: usize,
     pub batch_responses: usize,
     /// The fraction of the steps over which the learning rate rises.
@@ -197,6 +200,16 @@ pub enum Dtype {
 pub enum Labels {
     InPlace,
     Next,
+}
+
+/// What the drafter's predictions are trained towards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Objective {
+    /// The tokens of the responses.
+    Tokens,
+    /// The target's distribution after each token of the responses; the target is in memory while training.
+    Target,
 }
 
 /// What a drafter is built like.

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use crate::source::{Place, Source};
 use crate::typed::{self, Field, FromToml, Section, Written};
 use crate::{
-    Benchmark, Data, Decoder, Devices, Drafter, DrafterKind, Dtype, Evaluate, Labels, Prune, Recipe, RecipeError, Regenerate,
-    Target, Train, paths,
+    Benchmark, Data, Decoder, Devices, Drafter, DrafterKind, Dtype, Evaluate, Labels, Objective, Prune, Recipe, RecipeError,
+    Regenerate, Target, Train, paths,
 };
 
 const DTYPES: &[(&str, Dtype)] = &[("auto", Dtype::Auto), ("f32", Dtype::F32), ("bf16", Dtype::Bf16)];
@@ -141,11 +141,14 @@ fn train(section: &Section<typed::Train>, block_size: usize, whole_file: &Place)
         10..16 => 5.0,
         _ => 4.0,
     };
+    let learning_rate = positive(&fields.learning_rate, 2e-5)?;
     Ok(Train {
         anchors: count(&fields.anchors, 128)?,
         gamma: positive(&fields.gamma, gamma)?,
         ar_weight: not_negative(&fields.ar_weight, 1.0)?,
-        learning_rate: positive(&fields.learning_rate, 2e-5)?,
+        objective: choice(&fields.objective, Objective::Tokens, &[("tokens", Objective::Tokens), ("target", Objective::Target)])?,
+        learning_rate,
+        mask_learning_rate: positive(&fields.mask_learning_rate, learning_rate)?,
         steps,
         batch_responses: required_count(&fields.batch_responses, place)?,
         warmup: fraction(&fields.warmup, 0.04)?,

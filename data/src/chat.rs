@@ -7,6 +7,7 @@ use crate::files::sha256_hex;
 use crate::gguf::GgufFile;
 use crate::prompts::Message;
 use crate::tokenizer::SpecialTokens;
+use chrono::{DateTime, NaiveDate, NaiveTime, Utc};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, context, escape_formatter};
@@ -41,6 +42,8 @@ pub enum ChatError {
     Endless,
     #[error("the chat template fails on these messages: {0}")]
     Render(String),
+    #[error("`{0}` is not a date for the chat template; write it as in `2026-01-31`")]
+    Date(String),
 }
 
 /// A compiled chat template with the special tokens it may name.
@@ -48,6 +51,7 @@ pub enum ChatError {
 pub struct ChatTemplate {
     source: String,
     special: SpecialTokens,
+    date: NaiveDate,
     environment: Environment<'static>,
 }
 
@@ -57,10 +61,28 @@ impl ChatTemplate {
     /// # Errors
     /// When it is not valid Jinja, or uses a tag that is not supported; the message has the line.
     pub fn new(source: String, special: &SpecialTokens) -> Result<ChatTemplate, ChatError> {
-        let mut environment = environment().map_err(|error| ChatError::Syntax(describe(&error)))?;
+        let date = chrono::Local::now().date_naive();
+        let mut environment = environment(date).map_err(|error| ChatError::Syntax(describe(&error)))?;
         let without_tags = replace_generation_tags(&source);
         environment.add_template_owned(NAME, without_tags).map_err(|error| ChatError::Syntax(describe(&error)))?;
-        Ok(ChatTemplate { source, special: special.clone(), environment })
+        Ok(ChatTemplate { source, special: special.clone(), date, environment })
+    }
+
+    /// The same template as if it were run on `date`, written as `2026-01-31`. Some templates put the date into the prompt, and a run
+    /// that is resumed on another day must give the same prompts as before.
+    ///
+    /// # Errors
+    /// When `date` is not a date in this form.
+    pub fn with_date(mut self, date: &str) -> Result<ChatTemplate, ChatError> {
+        self.date = date.parse().map_err(|_| ChatError::Date(date.to_owned()))?;
+        self.environment.add_function("strftime_now", strftime_now(self.date));
+        Ok(self)
+    }
+
+    /// The date that the template sees, in the form that [`ChatTemplate::with_date`] takes: the day on which the template was read,
+    /// unless set.
+    pub fn date(&self) -> String {
+        self.date.to_string()
     }
 
     /// The template in a GGUF file's metadata.
@@ -133,14 +155,14 @@ impl ChatTemplate {
     }
 }
 
-fn environment() -> Result<Environment<'static>, Error> {
+fn environment(date: NaiveDate) -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     environment.set_fuel(Some(FUEL));
     environment.add_filter("tojson", tojson);
     environment.add_function("raise_exception", raise_exception);
-    environment.add_function("strftime_now", strftime_now);
+    environment.add_function("strftime_now", strftime_now(date));
     // Python writes its constants with capitals.
     environment.set_formatter(|out, state, value| match value.kind() {
         ValueKind::None => Ok(out.write_str("None")?),
@@ -186,12 +208,21 @@ fn refusal(error: &Error) -> Option<&str> {
     chain.find_map(|error| error.downcast_ref::<Raised>()).map(|raised| raised.0.as_str())
 }
 
-fn strftime_now(format: &str) -> Result<String, Error> {
+/// The function `strftime_now` of templates. Its time of day is always midnight, so that the date alone says what it gives.
+/// Today's date here, as [`ChatTemplate::with_date`] takes it.
+pub fn today() -> String {
+    chrono::Local::now().date_naive().to_string()
+}
+
+fn strftime_now(date: NaiveDate) -> impl Fn(&str) -> Result<String, Error> {
     use std::fmt::Write;
-    let mut text = String::new();
-    let written = write!(text, "{}", chrono::Local::now().format(format));
-    written.map_err(|_| Error::new(ErrorKind::InvalidOperation, format!("`{format}` is not a format of strftime")))?;
-    Ok(text)
+    let midnight: DateTime<Utc> = date.and_time(NaiveTime::MIN).and_utc();
+    move |format| {
+        let mut text = String::new();
+        let written = write!(text, "{}", midnight.format(format));
+        written.map_err(|_| Error::new(ErrorKind::InvalidOperation, format!("`{format}` is not a format of strftime")))?;
+        Ok(text)
+    }
 }
 
 fn tojson(value: Value, options: Kwargs) -> Result<String, Error> {

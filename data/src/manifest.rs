@@ -48,7 +48,7 @@ pub enum ManifestError {
     Invalid { path: PathBuf, reason: String },
     #[error("folder `{}` belongs to stage `{found}`, not to `{stage}`; give the run another name", folder.display())]
     OtherStage { folder: PathBuf, stage: String, found: String },
-    #[error("stage `{stage}` in `{}` was made from other inputs:\n{changes}\nuse `--restart {stage}` to do it again, or give the run another name", folder.display())]
+    #[error("stage `{stage}` in `{}` was made from other inputs:\n{changes}\nuse `drafthorse run RECIPE --restart {stage}` to do it again, or give the run another name", folder.display())]
     Changed { folder: PathBuf, stage: String, changes: String },
 }
 
@@ -140,7 +140,7 @@ mod tests {
         let message = error.to_string();
         assert!(matches!(error, ManifestError::Changed { .. }));
         assert!(message.contains("  gamma: (absent) -> `4`\n  steps: `10` -> `20`\n"), "{message}");
-        assert!(message.contains("`--restart train`"), "{message}");
+        assert!(message.contains("`drafthorse run RECIPE --restart train`"), "{message}");
         assert!(!message.contains("seed"), "an unchanged input is listed: {message}");
     }
 

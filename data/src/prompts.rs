@@ -26,6 +26,9 @@ pub struct Request {
     pub messages: Vec<Message>,
     /// The row's own `source`, else the name of its file.
     pub source: String,
+    /// Where the row stands, as in [`Rejected`], for one that is rejected later.
+    pub file: String,
+    pub line: usize,
 }
 
 /// A row that was not used, and why.
@@ -110,6 +113,8 @@ fn read_file(path: &Path, prompts: &mut Prompts) -> Result<(), PromptError> {
                 id: row.id.unwrap_or_else(|| content_hash(&row.messages)),
                 messages: row.messages,
                 source: row.source.unwrap_or_else(|| file_name.clone()),
+                file: path.display().to_string(),
+                line: line_number,
             }),
             Err(reason) => prompts.rejected.push(Rejected {
                 file: path.display().to_string(),
@@ -208,6 +213,9 @@ mod tests {
         let ids: Vec<&str> = prompts.requests.iter().map(|request| request.id.as_str()).collect();
         assert_eq!((ids, prompts.rows_read, prompts.rejected.len()), (vec!["a", "b"], 2, 0));
         assert_eq!(prompts.requests[0].source, "prompts-0.jsonl");
+        let lines: Vec<usize> = prompts.requests.iter().map(|request| request.line).collect();
+        assert_eq!(lines, [1, 4]);
+        assert!(prompts.requests.iter().all(|request| request.file.ends_with("/prompts-0.jsonl")), "{:?}", prompts.requests);
     }
 
     #[test]

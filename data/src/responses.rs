@@ -91,7 +91,7 @@ pub enum ResponseError {
     Manifest(#[from] ManifestError),
     #[error("folder `{}` has no list of parts in its manifest; run the regenerate stage first", .0.display())]
     NoParts(PathBuf),
-    #[error("`{}` and the parts before it do not have the same {field}; regenerate with `--restart regenerate`", path.display())]
+    #[error("`{}` and the parts before it do not have the same {field}; use `drafthorse run RECIPE --restart regenerate`", path.display())]
     MixedProvenance { path: PathBuf, field: &'static str },
 }
 

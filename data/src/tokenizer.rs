@@ -95,6 +95,15 @@ impl Tokenizer {
         self.inner.token_to_id(text)
     }
 
+    /// Whether text can become this token. Special tokens, such as `<|im_end|>`, mark something else, and ids beyond the vocabulary
+    /// are rows that fill up an embedding.
+    pub fn is_ordinary(&self, id: u32) -> bool {
+        match self.inner.get_added_vocabulary().get_added_tokens_decoder().get(&id) {
+            Some(added) => !added.special,
+            None => self.inner.id_to_token(id).is_some(),
+        }
+    }
+
     /// How many tokens there are, added ones included. A model may have more embedding rows.
     pub fn vocabulary_size(&self) -> usize {
         self.inner.get_vocab_size(true)
@@ -166,6 +175,7 @@ impl SpecialTokens {
     pub fn to_configuration(&self, chat_template: &str) -> String {
         let mut configuration = serde_json::Map::new();
         configuration.insert("tokenizer_class".to_owned(), "PreTrainedTokenizerFast".into());
+        configuration.insert("model_input_names".to_owned(), vec!["input_ids", "attention_mask"].into());
         configuration.insert("clean_up_tokenization_spaces".to_owned(), false.into());
         configuration.extend(self.named().map(|(name, token)| (name.to_owned(), token.into())));
         configuration.insert("chat_template".to_owned(), chat_template.into());
@@ -185,6 +195,8 @@ mod tests {
         let special = SpecialTokens { bos: None, eos: Some("<|im_end|>".into()), pad: Some("<pad>".into()), unknown: None };
         fs::write(&path, special.to_configuration("{{ messages }}")).unwrap();
         assert_eq!(SpecialTokens::from_configuration(&path).unwrap(), special);
+        let written: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        assert_eq!(written["model_input_names"], serde_json::json!(["input_ids", "attention_mask"]));
         fs::write(&path, r#"{"bos_token": {"content": "<s>", "lstrip": false}, "eos_token": null}"#).unwrap();
         let read = SpecialTokens::from_configuration(&path).unwrap();
         assert_eq!(read, SpecialTokens { bos: Some("<s>".into()), ..SpecialTokens::default() });

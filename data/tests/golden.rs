@@ -101,6 +101,37 @@ fn a_tokenizer_from_gguf_is_the_same_after_writing_and_reading_its_json() {
 }
 
 #[test]
+fn ordinary_tokens_are_those_that_text_can_become() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tokenizer.json");
+    let from_gguf = Tokenizer::from_gguf(&sample_model()).unwrap();
+    fs::write(&path, from_gguf.to_json()).unwrap();
+    for tokenizer in [from_gguf, Tokenizer::from_file(&path).unwrap()] {
+        assert_eq!(tokenizer.token_text(16).as_deref(), Some("<empty_output>"));
+        let ordinary = [2, 16, 17, 100, 49151, 49152].map(|id| tokenizer.is_ordinary(id));
+        assert_eq!(ordinary, [false, false, true, true, true, false]);
+    }
+    // Qwen3's tags for thinking are added, but not special.
+    let small = Tokenizer::from_file(&golden("small_qwen3.tokenizer.json")).unwrap();
+    let ordinary = ["<think>", "<|im_end|>"].map(|token| small.is_ordinary(small.token_id(token).unwrap()));
+    assert_eq!(ordinary, [true, false]);
+}
+
+#[test]
+fn tokens_that_gguf_calls_unused_are_not_in_the_vocabulary() {
+    use data::gguf::Value;
+    let mut gguf = GgufFile::open(&golden("small_qwen2.gguf")).unwrap();
+    let whole = Tokenizer::from_gguf(&gguf).unwrap();
+    for (key, value) in [("tokens", Value::String("[PAD]".into())), ("token_type", Value::I64(5))] {
+        let Some(Value::Array(values)) = gguf.metadata.get_mut(&format!("tokenizer.ggml.{key}")) else { panic!("no {key}") };
+        values.push(value);
+    }
+    let padded = Tokenizer::from_gguf(&gguf).unwrap();
+    assert!(!padded.is_ordinary(whole.vocabulary_size() as u32));
+    assert_eq!(padded.to_json(), whole.to_json());
+}
+
+#[test]
 fn special_tokens_and_template_come_from_the_metadata() {
     let small = GgufFile::open(&golden("small_llama-bpe.gguf")).unwrap();
     let special = SpecialTokens::from_gguf(&small);

@@ -43,7 +43,7 @@ pub fn asynchronous(
         let slots = text_slots(prompts, settings);
         let worker = scope.spawn(move || {
             torch::set_num_threads(drafter_threads);
-            run_drafter(drafter, slots, settings, &incoming, &outgoing)
+            torch::guarded("drafting ahead", || run_drafter(drafter, slots, settings, &incoming, &outgoing))?
         });
         let mut remote = Remote { orders, proposals, longest_draft };
         let decoded = decode_prompts(target, &mut remote, prompts, settings, on_text);
@@ -52,14 +52,9 @@ pub fn asynchronous(
         match worker.join() {
             Ok(Ok(())) => decoded,
             Ok(Err(error)) => Err(error),
-            Err(panic) => Err(DecodeError::DrafterThread(panic_message(&*panic))),
+            Err(_) => Err(DecodeError::DrafterThread("it panicked".to_string())),
         }
     })
-}
-
-fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
-    text.unwrap_or("a panic without a message").to_string()
 }
 
 /// Gives the calling thread the target's share of the cores, and all of its own back when dropped.

@@ -217,7 +217,8 @@ pub(crate) fn decode_prompts<'p>(
     let _no_grad = tch::no_grad_guard();
     check_prompts(target, prompts.iter().map(Vec::as_slice))?;
     let slots = text_slots(prompts, settings) + proposer.longest_draft() + 1;
-    let mut cache = KvCache::new(&target.config, 1, slots, target.kind(), target.device());
+    let mut cache =
+        torch::guarded("allocating the cache", || KvCache::new(&target.config, 1, slots, target.kind(), target.device()))?;
     for (index, prompt) in prompts.iter().enumerate() {
         let decoded = decode_prompt(target, &mut cache, proposer, index, prompt, settings)?;
         if on_text(decoded).is_break() {

@@ -7,6 +7,7 @@
 //! Shapes legend: see the crate `model`.
 
 use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use data::responses::FinishReason;
 use model::attention::StepAttention;
@@ -54,8 +55,8 @@ struct Running {
     ids: Vec<u32>,
 }
 
-/// Answers all prompts; `on_response` is given each response as it finishes, with all tokens generated so far, and says whether to go
-/// on.
+/// Answers all prompts; `on_response` is given each response as it finishes, and says whether to go on. `stop` is looked at after every
+/// token; the responses under way are then dropped.
 ///
 /// # Errors
 /// A prompt the target cannot read, and what libtorch refuses.
@@ -63,7 +64,8 @@ pub fn generate(
     target: &Transformer,
     prompts: &[Prompt],
     settings: &GenerateSettings,
-    on_response: &mut dyn FnMut(Generated, usize) -> ControlFlow<()>,
+    stop: &AtomicBool,
+    on_response: &mut dyn FnMut(Generated) -> ControlFlow<()>,
 ) -> Result<(), DecodeError> {
     let _no_grad = tch::no_grad_guard();
     check_prompts(target, prompts.iter().map(|prompt| prompt.ids.as_slice()))?;
@@ -76,8 +78,7 @@ pub fn generate(
     // Taken from the end.
     waiting.sort_by_key(|&index| (prompts[index].ids.len(), std::cmp::Reverse(index)));
     let mut running: Vec<Running> = Vec::new();
-    let mut tokens = 0;
-    while !waiting.is_empty() || !running.is_empty() {
+    while (!waiting.is_empty() || !running.is_empty()) && !stop.load(Ordering::Relaxed) {
         let first_new = running.len();
         let mut rows = 0;
         while running.len() < lanes
@@ -92,11 +93,9 @@ pub fn generate(
             let chosen =
                 torch::guarded("reading prompts", || prefill(target, &mut cache, prompts, &running, first_new, settings))?;
             running[first_new..].iter_mut().zip(chosen).for_each(|(lane, token)| lane.ids.push(token));
-            tokens += running.len() - first_new;
         } else {
             let chosen = torch::guarded("generating", || step(target, &mut cache, prompts, &running, settings))?;
             running.iter_mut().zip(chosen).for_each(|(lane, token)| lane.ids.push(token));
-            tokens += running.len();
         }
         // From the last lane down, so that the lane moved into a gap has been looked at.
         for lane in (0..running.len()).rev() {
@@ -107,7 +106,7 @@ pub fn generate(
             }
             let Running { index, ids } = running.swap_remove(lane);
             cache.set_length(last, 0);
-            if on_response(Generated { index, ids, finish_reason }, tokens).is_break() {
+            if on_response(Generated { index, ids, finish_reason }).is_break() {
                 return Ok(());
             }
         }

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::figures;
 use crate::svg::escape;
-use crate::table::{self, benchmark_names, checkpoint_name, measured, number, or_absent, percent, rate};
+use crate::table::{self, Verdict, benchmark_names, checkpoint_name, measured, number, or_absent, percent, rate, verdict};
 
 pub use crate::table::table;
 
@@ -192,7 +192,7 @@ fn standing(index: usize, score: &Value, decoder: &str) -> Option<Standing> {
         speedup.add(number(figures, "speedup"), count / speed);
         tau.add(number(figures, "tau_pooled"), rounds);
         hit_rate.add(number(figures, "hit_rate"), rounds);
-        identical &= figures["identical_to_autoregressive"] == true;
+        identical &= matches!(verdict(figures), Some(Verdict::Identical | Verdict::NearTies));
     }
     (seconds > 0.0).then(|| Standing {
         index,

@@ -8,7 +8,8 @@ pub(crate) const ABSENT: &str = "–";
 
 pub(crate) const LEGEND: &str = "\
 τ: tokens committed per forward of the target, over all rounds. speedup: tokens/s over the autoregressive decoder's.
-hit rate: rounds whose outcome had a continuation ready. identical: the same tokens as autoregressive decoding.
+hit rate: rounds whose outcome had a continuation ready. identical: the same tokens as autoregressive decoding;
+near-ties: they part only where the target's best tokens are tied but for rounding.
 ";
 
 /// A table before it is drawn. A column belongs to the group (a decoder, or `""`) named in its head.
@@ -77,17 +78,38 @@ fn row(score: &Value, benchmark: &str, decoders: &[String]) -> Vec<String> {
         }
     }
     cells.push(or_absent(number(asynchronous, "hit_rate"), percent));
-    let verdicts: Vec<bool> = decoders
-        .iter()
-        .filter(|decoder| *decoder != "autoregressive")
-        .filter_map(|decoder| measured(score, decoder, benchmark)["identical_to_autoregressive"].as_bool())
-        .collect();
-    cells.push(match (verdicts.is_empty(), verdicts.iter().all(|identical| *identical)) {
-        (true, _) => ABSENT.to_owned(),
-        (false, true) => "yes".to_owned(),
-        (false, false) => "no".to_owned(),
-    });
+    let verdicts = decoders.iter().filter_map(|decoder| verdict(measured(score, decoder, benchmark)));
+    cells.push(verdicts.max().map_or(ABSENT, Verdict::name).to_owned());
     cells
+}
+
+/// How a decoder's texts compare with the autoregressive decoder's, the worst last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Verdict {
+    Identical,
+    /// They part only where the target's best tokens are tied but for rounding.
+    NearTies,
+    Different,
+}
+
+impl Verdict {
+    fn name(self) -> &'static str {
+        match self {
+            Verdict::Identical => "yes",
+            Verdict::NearTies => "near-ties",
+            Verdict::Different => "no",
+        }
+    }
+}
+
+/// `None` where nothing was compared.
+pub(crate) fn verdict(figures: &Value) -> Option<Verdict> {
+    let divergences = figures["first_divergences"].as_array().map_or(0, Vec::len) as u64;
+    Some(match figures["identical_to_autoregressive"].as_bool()? {
+        true => Verdict::Identical,
+        false if divergences > 0 && figures["near_ties"].as_u64() == Some(divergences) => Verdict::NearTies,
+        false => Verdict::Different,
+    })
 }
 
 fn aligned(grid: &Grid) -> String {
@@ -237,7 +259,8 @@ layers-29   stories        29  2.41            20.0      1234   61.73×      73 
 unnamed     –               –     –               –         –        –         –  –
 
 τ: tokens committed per forward of the target, over all rounds. speedup: tokens/s over the autoregressive decoder's.
-hit rate: rounds whose outcome had a continuation ready. identical: the same tokens as autoregressive decoding.
+hit rate: rounds whose outcome had a continuation ready. identical: the same tokens as autoregressive decoding;
+near-ties: they part only where the target's best tokens are tied but for rounding.
 ";
         assert_eq!(format!("\n{}", table(&scores)), expected);
     }

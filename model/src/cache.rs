@@ -30,11 +30,6 @@ impl KvCache {
         self.lengths[lane]
     }
 
-    /// Number of lanes.
-    pub fn lanes(&self) -> usize {
-        self.lengths.len()
-    }
-
     /// Token slots of each lane.
     pub fn slots(&self) -> usize {
         self.slots

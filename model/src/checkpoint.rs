@@ -50,7 +50,7 @@ pub struct DrafterFile {
     /// `in_place` or `next`.
     pub labels: String,
     pub mask_token: u32,
-    /// Layers removed by pruning, in the order of removal, each numbered as in the model it was removed from.
+    /// Layers removed by pruning, in the order of removal, each numbered as in the drafter before any was removed.
     pub removed_layers: Vec<usize>,
     /// The checkpoint that this one was made from, if it was.
     pub parent: Option<String>,

@@ -44,6 +44,10 @@ pub enum ConfigError {
     ModelType { found: String },
     #[error("`{key}` is `{found}`, which this forward does not compute; supported: {supported}")]
     Unsupported { key: String, found: String, supported: &'static str },
+    #[error(
+        "`quantization_config` says that the weights are quantised ({method}), which cannot be read; use the unquantised weights"
+    )]
+    Quantised { method: String },
     #[error("`{key}` is {found}, which does not fit: {reason}")]
     Impossible { key: String, found: String, reason: String },
 }
@@ -56,6 +60,10 @@ impl ModelConfig {
         let model_type = json.get("model_type").and_then(Value::as_str).ok_or_else(|| missing("model_type"))?;
         if !["llama", "qwen3"].contains(&model_type) {
             return Err(ConfigError::ModelType { found: model_type.to_string() });
+        }
+        if let Some(quantisation) = json.get("quantization_config").filter(|value| !value.is_null()) {
+            let method = quantisation.get("quant_method").and_then(Value::as_str).unwrap_or("by an unnamed method");
+            return Err(ConfigError::Quantised { method: method.to_string() });
         }
         for key in ["attention_bias", "mlp_bias", "use_sliding_window"] {
             if json.get(key).and_then(Value::as_bool) == Some(true) {
@@ -137,11 +145,6 @@ impl ModelConfig {
     /// Whether queries and keys are normalised per head before RoPE, as Qwen3 does.
     pub fn has_query_key_norm(&self) -> bool {
         self.model_type == "qwen3"
-    }
-
-    /// Query heads that share one key/value head.
-    pub fn queries_per_key(&self) -> i64 {
-        self.num_attention_heads / self.num_key_value_heads
     }
 
     /// Names and shapes of all parameters in the order of the data: embedding, layers, final norm, head when untied.
@@ -241,6 +244,21 @@ mod tests {
         let config = ModelConfig::from_json(&json).unwrap();
         assert_eq!(config.rope_theta, 5e5);
         assert_eq!(ModelConfig::from_json(&config.to_json("float32")).unwrap(), config);
+    }
+
+    #[test]
+    fn quantised_weights_are_refused_by_name() {
+        let mut json = llama();
+        json["quantization_config"] = Value::Null;
+        assert!(ModelConfig::from_json(&json).is_ok());
+        for (quantisation, method) in
+            [(json!({"quant_method": "awq", "bits": 4}), "(awq)"), (json!({"bits": 4}), "(by an unnamed method)")]
+        {
+            json["quantization_config"] = quantisation;
+            let message = ModelConfig::from_json(&json).unwrap_err().to_string();
+            assert!(message.contains("`quantization_config`") && message.contains(method), "{message}");
+            assert!(message.contains("use the unquantised weights"), "{message}");
+        }
     }
 
     #[test]

@@ -3,7 +3,15 @@
 use data::gguf::{GgufError, GgufFile};
 use serde_json::{Value, json};
 
+use crate::config::RopeScaling;
+use crate::dequantise::dequantise;
 use crate::weights::WeightsError;
+
+/// One factor for each pair that RoPE turns, by which the pair's frequency is divided: how llama.cpp's converter writes Llama 3's scaling.
+pub(crate) const ROPE_FACTORS: &str = "rope_freqs.weight";
+
+/// Relative difference between a stored RoPE factor and ours; the converter computes in f32.
+const FACTOR_TOLERANCE: f64 = 1e-3;
 
 /// (Hugging Face, GGUF) within a layer, without `.weight`.
 const IN_LAYER: [(&str, &str); 11] = [
@@ -75,10 +83,6 @@ pub(crate) fn config_json(file: &GgufFile) -> Result<Value, WeightsError> {
     if optional(file.string(&key("rope.scaling.type")))?.is_some_and(|kind| kind != "none") {
         return Err(unsupported("stretches RoPE in a way that is not supported; use the model's safetensors".to_string()));
     }
-    if file.tensor("rope_freqs.weight").is_some() {
-        let what = "holds a table of RoPE factors, from which Llama 3's scaling cannot be read back; use the model's safetensors";
-        return Err(unsupported(what.to_string()));
-    }
     if let Some(bias) = file.tensors.iter().find(|tensor| tensor.name.starts_with("blk.") && tensor.name.ends_with(".bias")) {
         return Err(unsupported(format!("has the bias `{}`; models with biases are not supported", bias.name)));
     }
@@ -92,6 +96,8 @@ pub(crate) fn config_json(file: &GgufFile) -> Result<Value, WeightsError> {
     if optional(file.unsigned(&key("rope.dimension_count")))?.is_some_and(|rotated| rotated != head_dim) {
         return Err(unsupported("turns only a part of each head by RoPE, which is not supported".to_string()));
     }
+    let rope_theta = shortest(optional(file.float(&key("rope.freq_base")))?.unwrap_or(10_000.0));
+    let rope_scaling = rope_scaling(file, rope_theta, head_dim)?;
     // The rows of the embedding, not the tokenizer's entries, bound the ids that a model may be given.
     let embedding = file.tensor("token_embd.weight");
     let vocabulary = embedding.and_then(|tensor| tensor.shape.first().copied());
@@ -108,13 +114,57 @@ pub(crate) fn config_json(file: &GgufFile) -> Result<Value, WeightsError> {
         "num_key_value_heads": optional(file.unsigned(&key("attention.head_count_kv")))?.unwrap_or(heads),
         "head_dim": head_dim,
         "rms_norm_eps": shortest(file.float(&key("attention.layer_norm_rms_epsilon"))?),
-        "rope_theta": shortest(optional(file.float(&key("rope.freq_base")))?.unwrap_or(10_000.0)),
+        "rope_theta": rope_theta,
+        "rope_scaling": rope_scaling.map(|scaling| json!({
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+        })),
         "vocab_size": vocabulary,
         "tie_word_embeddings": file.tensor("output.weight").is_none(),
         "max_position_embeddings": file.unsigned(&key("context_length"))?,
         "bos_token_id": optional(file.unsigned("tokenizer.ggml.bos_token_id"))?,
         "eos_token_id": stop,
     }))
+}
+
+/// Llama 3's scaling, recovered from the table of RoPE factors; `None` without a table.
+///
+/// The table does not say how it was made. The largest factor is the scaling's own, the other values are those of every Llama 3.1 and
+/// later; that they are the right ones shows in every entry of the table.
+fn rope_scaling(file: &GgufFile, rope_theta: f64, head_dim: u64) -> Result<Option<RopeScaling>, WeightsError> {
+    let Some(table) = file.tensor(ROPE_FACTORS) else { return Ok(None) };
+    let unsupported = |what: String| WeightsError::Unsupported { path: file.path.clone(), what };
+    let pairs = head_dim / 2;
+    if table.shape != [pairs as usize] {
+        let shape = &table.shape;
+        return Err(unsupported(format!(
+            "has `{ROPE_FACTORS}` in the shape {shape:?}, but heads of {head_dim} have {pairs} pairs; use the model's safetensors"
+        )));
+    }
+    let factors = dequantise(table.kind, &file.read(table)?, pairs as usize);
+    let scaling = RopeScaling {
+        factor: shortest(f64::from(factors.iter().copied().fold(1.0, f32::max))),
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 8192,
+    };
+    for (pair, &found) in factors.iter().enumerate() {
+        let frequency = rope_theta.powf(-2.0 * pair as f64 / head_dim as f64);
+        let expected = frequency / scaling.scale(frequency);
+        // A comparison with NaN is false, so that such an entry is refused too.
+        let agrees = (f64::from(found) - expected).abs() <= FACTOR_TOLERANCE * expected;
+        if !agrees {
+            return Err(unsupported(format!(
+                "has a table of RoPE factors, `{ROPE_FACTORS}`, that is not Llama 3's scaling by {}: factor {pair} is {found}, not \
+                 {expected:.4}; use the model's safetensors",
+                scaling.factor
+            )));
+        }
+    }
+    Ok(Some(scaling))
 }
 
 /// A key may be absent, but not of the wrong type.
@@ -148,6 +198,114 @@ mod tests {
         }
         assert_eq!(from_hugging_face("model.layers.0.other.weight"), None);
         assert_eq!(to_hugging_face("rope_freqs.weight"), None);
+    }
+
+    const HEAD_DIM: usize = 64;
+    const ROPE_THETA: f32 = 500_000.0;
+
+    fn text(out: &mut Vec<u8>, text: &str) {
+        out.extend((text.len() as u64).to_le_bytes());
+        out.extend(text.as_bytes());
+    }
+
+    /// A GGUF file written byte by byte: the keys of a small Llama, and the tensors given, as F32 with one dimension.
+    fn llama(tensors: &[(&str, &[f32])]) -> (tempfile::TempDir, GgufFile) {
+        let numbers = [
+            ("embedding_length", 128),
+            ("attention.head_count", 2),
+            ("feed_forward_length", 64),
+            ("block_count", 1),
+            ("context_length", 64),
+        ];
+        let floats = [("attention.layer_norm_rms_epsilon", 1e-5), ("rope.freq_base", ROPE_THETA)];
+        let mut out = b"GGUF".to_vec();
+        out.extend(3_u32.to_le_bytes());
+        out.extend((tensors.len() as u64).to_le_bytes());
+        out.extend((1 + numbers.len() as u64 + floats.len() as u64).to_le_bytes());
+        text(&mut out, "general.architecture");
+        out.extend(8_u32.to_le_bytes());
+        text(&mut out, "llama");
+        for (key, value) in numbers {
+            text(&mut out, &format!("llama.{key}"));
+            out.extend(4_u32.to_le_bytes());
+            out.extend(u32::to_le_bytes(value));
+        }
+        for (key, value) in floats {
+            text(&mut out, &format!("llama.{key}"));
+            out.extend(6_u32.to_le_bytes());
+            out.extend(f32::to_le_bytes(value));
+        }
+        let mut data: Vec<u8> = Vec::new();
+        for (name, values) in tensors {
+            text(&mut out, name);
+            out.extend(1_u32.to_le_bytes());
+            out.extend((values.len() as u64).to_le_bytes());
+            out.extend(0_u32.to_le_bytes());
+            out.extend((data.len() as u64).to_le_bytes());
+            data.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+            data.resize(data.len().next_multiple_of(32), 0);
+        }
+        out.resize(out.len().next_multiple_of(32), 0);
+        out.extend(data);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("small.gguf");
+        std::fs::write(&path, out).unwrap();
+        let file = GgufFile::open(&path).unwrap();
+        (folder, file)
+    }
+
+    /// The table as llama.cpp's converter computes it, by wavelengths and in f32.
+    fn converters_table(factor: f32, original_length: f32) -> Vec<f32> {
+        let factor_of = |pair: usize| {
+            let frequency = 1.0 / ROPE_THETA.powf(2.0 * pair as f32 / HEAD_DIM as f32);
+            let wavelength = 2.0 * std::f32::consts::PI / frequency;
+            if wavelength < original_length / 4.0 {
+                return 1.0;
+            }
+            if wavelength > original_length {
+                return factor;
+            }
+            let smooth = (original_length / wavelength - 1.0) / 3.0;
+            1.0 / ((1.0 - smooth) / factor + smooth)
+        };
+        (0..HEAD_DIM / 2).map(factor_of).collect()
+    }
+
+    fn scaling_of(table: &[f32]) -> Result<Value, String> {
+        let (_folder, file) = llama(&[("token_embd.weight", &[0.0; 8]), (ROPE_FACTORS, table)]);
+        let json = config_json(&file).map_err(|error| error.to_string())?;
+        assert!(crate::ModelConfig::from_json(&json).unwrap().rope_scaling.is_some());
+        Ok(json["rope_scaling"].clone())
+    }
+
+    #[test]
+    fn the_scaling_of_llama_3_is_recovered_from_its_table() {
+        for factor in [8.0, 32.0] {
+            let table = converters_table(factor, 8192.0);
+            // The test means something only when the table has entries of all three kinds.
+            assert!(table[0] == 1.0 && table[HEAD_DIM / 2 - 1] == factor);
+            assert!(table.iter().any(|&entry| entry > 1.0 && entry < factor));
+            let expected = json!({"rope_type": "llama3", "factor": f64::from(factor), "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                  "original_max_position_embeddings": 8192});
+            assert_eq!(scaling_of(&table).unwrap(), expected);
+        }
+        let (_folder, file) = llama(&[("token_embd.weight", &[0.0; 8])]);
+        assert_eq!(config_json(&file).unwrap()["rope_scaling"], Value::Null);
+    }
+
+    #[test]
+    fn tables_of_another_scaling_are_refused() {
+        let mut damaged = converters_table(8.0, 8192.0);
+        damaged[3] = f32::NAN;
+        let mut off = converters_table(8.0, 8192.0);
+        off[31] *= 0.99;
+        for table in [converters_table(8.0, 4096.0), damaged, off, vec![0.5; HEAD_DIM / 2], vec![f32::INFINITY; HEAD_DIM / 2]] {
+            let message = scaling_of(&table).unwrap_err();
+            assert!(message.contains("small.gguf") && message.contains("`rope_freqs.weight`"), "{message}");
+            assert!(message.contains("not Llama 3's scaling") && message.contains("use the model's safetensors"), "{message}");
+        }
+        let message = scaling_of(&[1.0; 8]).unwrap_err();
+        assert!(message.contains("`rope_freqs.weight`") && message.contains("32 pairs"), "{message}");
     }
 
     #[test]

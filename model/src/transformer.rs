@@ -256,7 +256,7 @@ fn inverse_frequencies(config: &ModelConfig) -> Tensor {
 
 impl RopeScaling {
     /// Long wavelengths are stretched by `factor`, short ones stay, those between are blended.
-    fn scale(&self, frequency: f64) -> f64 {
+    pub(crate) fn scale(&self, frequency: f64) -> f64 {
         let wavelength = 2.0 * std::f64::consts::PI / frequency;
         let cycles = self.original_max_position_embeddings as f64 / wavelength;
         if cycles < self.low_freq_factor {

@@ -2,7 +2,7 @@
 //!
 //! Both are asked for Hugging Face's names and shapes and answer one tensor at a time, so that loading never holds a model twice.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use data::gguf::{GgufError, GgufFile};
@@ -14,6 +14,9 @@ use crate::dequantise::dequantise;
 use crate::gguf_names;
 use crate::tensor_file::{StoredTensor, TensorFileError, table};
 use crate::transformer::Transformer;
+
+/// How many of the tensors that are too many a message names.
+const LISTED_TENSORS: usize = 3;
 
 /// Why a model cannot be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -30,6 +33,8 @@ pub enum WeightsError {
     Unsupported { path: PathBuf, what: String },
     #[error("`{}` has no tensor `{tensor}`{hint}", path.display())]
     MissingTensor { path: PathBuf, tensor: String, hint: String },
+    #[error("`{}` holds {tensors}, which the model does not have: {remedy}", path.display())]
+    UnexpectedTensors { path: PathBuf, tensors: String, remedy: &'static str },
     #[error(
         "`{}`: tensor `{tensor}` has the shape {found:?}, but the configuration asks for {expected:?}; the weights and the \
          configuration belong to different models",
@@ -139,19 +144,48 @@ impl Source {
     /// Loads the whole model onto `device`, its weights converted to `kind`, one tensor at a time.
     ///
     /// # Errors
-    /// As [`Source::config`] and [`Source::tensor`].
+    /// As [`Source::config`] and [`Source::tensor`]; also when the file holds tensors that the configuration does not ask for.
     pub fn load(&self, kind: Kind, device: Device) -> Result<Transformer, WeightsError> {
-        Transformer::from_source(self.config()?, |name, shape| {
+        let config = self.config()?;
+        self.expect_only(&config)?;
+        Transformer::from_source(config, |name, shape| {
             let tensor = self.tensor(name, shape, kind)?;
             tensor.f_to_device(device).map_err(|error| torch_error(self.path(), name, &error))
         })
     }
 
-    /// Hugging Face's names of all tensors that are there, sorted.
+    /// Refuses weights of which the model would leave a part out: they would be loaded as another model than they are.
+    fn expect_only(&self, config: &ModelConfig) -> Result<(), WeightsError> {
+        let expected: BTreeSet<String> = config.parameter_shapes().into_iter().map(|(name, _)| name).collect();
+        // Some files of tied models repeat the embedding as the head, and old ones carry RoPE's frequencies. GGUF's table of RoPE
+        // factors is a part of the configuration, which has read it.
+        let harmless = |name: &str| {
+            (name == "lm_head.weight" && config.tie_word_embeddings)
+                || name.ends_with("rotary_emb.inv_freq")
+                || (matches!(self, Source::Gguf(_)) && name == gguf_names::ROPE_FACTORS)
+        };
+        let mut unexpected = self.names();
+        unexpected.retain(|name| !expected.contains(name) && !harmless(name));
+        if unexpected.is_empty() {
+            return Ok(());
+        }
+        let mut tensors = unexpected.iter().take(LISTED_TENSORS).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+        if unexpected.len() > LISTED_TENSORS {
+            tensors += &format!(" and {} more tensors", unexpected.len() - LISTED_TENSORS);
+        }
+        let remedy = match self {
+            Source::Safetensors { .. } => "config.json does not describe these weights; use the config.json that belongs to them",
+            Source::Gguf(_) => "its metadata does not describe these weights; use the model's safetensors",
+        };
+        Err(WeightsError::UnexpectedTensors { path: self.path().to_path_buf(), tensors, remedy })
+    }
+
+    /// Names of all tensors that are there, sorted: Hugging Face's where a GGUF tensor has a counterpart.
     pub fn names(&self) -> Vec<String> {
+        let hugging_face = |name: &str| gguf_names::to_hugging_face(name).unwrap_or_else(|| name.to_string());
         let mut names: Vec<String> = match self {
             Source::Safetensors { tensors, .. } => tensors.keys().cloned().collect(),
-            Source::Gguf(file) => file.tensors.iter().filter_map(|tensor| gguf_names::to_hugging_face(&tensor.name)).collect(),
+            Source::Gguf(file) => file.tensors.iter().map(|tensor| hugging_face(&tensor.name)).collect(),
         };
         names.sort();
         names
@@ -193,9 +227,10 @@ fn unpermute(tensor: &Tensor, heads: i64) -> Result<Tensor, tch::TchError> {
 /// The files that an index names, each once.
 fn shard_names(index: &Path) -> Result<Vec<String>, WeightsError> {
     let json = read_json(index)?;
-    let files = json.get("weight_map").and_then(Value::as_object).and_then(|map| {
-        map.values().map(|file| file.as_str().map(str::to_string)).collect::<Option<std::collections::BTreeSet<_>>>()
-    });
+    let files = json
+        .get("weight_map")
+        .and_then(Value::as_object)
+        .and_then(|map| map.values().map(|file| file.as_str().map(str::to_string)).collect::<Option<BTreeSet<_>>>());
     let files = files.ok_or_else(|| WeightsError::Json {
         path: index.to_path_buf(),
         message: "`weight_map` does not map names to files; fetch it again".to_string(),
@@ -298,6 +333,38 @@ mod tests {
         let file = open(&golden("llama_tied.gguf")).unwrap();
         assert!(matches!(file.tensor("model.norm.weight", &[33], Kind::Float), Err(WeightsError::Shape { .. })));
         assert!(matches!(file.tensor("model.other", &[33], Kind::Float), Err(WeightsError::MissingTensor { .. })));
+    }
+
+    #[test]
+    fn tensors_that_the_model_does_not_have_are_refused() {
+        let folder = copy_of("llama_tied");
+        let weights = folder.path().join("model.safetensors");
+        let mut tensors = crate::tensor_file::load_safetensors(&weights).unwrap();
+        let save = |tensors: &BTreeMap<String, Tensor>| {
+            let named: Vec<(String, &Tensor)> = tensors.iter().map(|(name, tensor)| (name.clone(), tensor)).collect();
+            crate::tensor_file::save_safetensors_as(&weights, &named, Kind::Float).unwrap();
+            load(folder.path(), Kind::Float, Device::Cpu).map(|_| ()).map_err(|error| error.to_string())
+        };
+        let extra = || Tensor::zeros([4], (Kind::Float, Device::Cpu));
+        tensors.insert("lm_head.weight".to_string(), extra());
+        tensors.insert("model.layers.0.self_attn.rotary_emb.inv_freq".to_string(), extra());
+        save(&tensors).unwrap();
+        for projection in ["q", "k", "v", "o"] {
+            tensors.insert(format!("model.layers.0.self_attn.{projection}_proj.weight_scale"), extra());
+        }
+        let message = save(&tensors).unwrap_err();
+        let folder_name = folder.path().display().to_string();
+        assert!(message.contains(&folder_name) && message.contains("config.json does not describe"), "{message}");
+        assert!(message.contains("`model.layers.0.self_attn.k_proj.weight_scale`, "), "{message}");
+        assert!(message.contains("and 1 more tensors") && !message.contains("lm_head"), "{message}");
+
+        let Source::Gguf(mut file) = open(&golden("llama_tied.gguf")).unwrap() else { panic!("not GGUF") };
+        let norm = file.tensor("output_norm.weight").unwrap().clone();
+        file.tensors.push(data::gguf::TensorInfo { name: "blk.0.attn_q_norm.weight".to_string(), ..norm.clone() });
+        file.tensors.push(data::gguf::TensorInfo { name: "blk.0.other.weight".to_string(), ..norm });
+        let message = Source::Gguf(file).load(Kind::Float, Device::Cpu).map(|_| ()).unwrap_err().to_string();
+        assert!(message.contains("llama_tied.gguf") && message.contains("its metadata does not describe"), "{message}");
+        assert!(message.contains("`blk.0.other.weight`, `model.layers.0.self_attn.q_norm.weight`"), "{message}");
     }
 
     #[test]

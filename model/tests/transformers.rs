@@ -42,11 +42,8 @@ fn assert_transformers_agrees(folder: &Path, tokenizer: &Tokenizer) {
     let cache = KvCache::new(&model.config, 1, ids.len(), Kind::Float, Device::Cpu);
     let mut attention = CachedAttention::new(&cache, vec![Piece::causal(0, 0..ids.len(), Device::Cpu)]);
     let positions: Vec<usize> = (0..ids.len()).collect();
-    let hidden_td = model.forward(
-        &torch::ids_tensor(&ids, Device::Cpu),
-        &torch::index_tensor(&positions, Device::Cpu),
-        &mut attention,
-    );
+    let hidden_td =
+        model.forward(&torch::ids_tensor(&ids, Device::Cpu), &torch::index_tensor(&positions, Device::Cpu), &mut attention);
     let logits = torch::to_f32s(&model.logits(&hidden_td.narrow(0, ids.len() as i64 - 1, 1)));
     let theirs: Vec<f32> = serde_json::from_value(found["logits"].clone()).unwrap();
     assert_eq!(logits.len(), theirs.len());
@@ -73,7 +70,8 @@ fn checkpoints_load_in_transformers_with_the_same_tokens_and_logits() {
         let model = Transformer::random(ModelConfig::from_json(&config).unwrap(), 3, Kind::Float);
         let parent = tempfile::tempdir().unwrap();
         let folder = parent.path().join("step-000001");
-        checkpoint::save(&folder, &model, &DrafterFile { layers: 2, ..DrafterFile::default() }, &files, kind, |_| Ok(())).unwrap();
+        checkpoint::save(&folder, &model, &DrafterFile { layers: 2, ..DrafterFile::default() }, &files, kind, |_| Ok(()))
+            .unwrap();
         assert_transformers_agrees(&folder, &tokenizer);
     }
     let trained = root().join("runs/quickstart/train/latest");

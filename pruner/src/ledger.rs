@@ -65,21 +65,18 @@ impl Ledger {
             Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
             text => text?,
         };
-        let lines: Vec<&str> = text.lines().collect();
+        // A last line without its end was cut off, even where what is there parses.
+        let whole = text.rfind('\n').map_or("", |end| &text[..=end]);
+        if whole.len() < text.len() {
+            data::files::write_atomically(path, whole.as_bytes())?;
+        }
         let mut events = Vec::new();
-        for (number, line) in lines.iter().enumerate() {
-            match serde_json::from_str(line) {
-                Ok(event) => events.push(event),
-                Err(_) if number + 1 == lines.len() => {
-                    let whole: String = lines[..number].iter().flat_map(|line| [line, "\n"]).collect();
-                    data::files::write_atomically(path, whole.as_bytes())?;
-                }
-                Err(error) => {
-                    let message =
-                        format!("`{}` line {}: {error}; remove the prune folder to start again", path.display(), number + 1);
-                    return Err(io::Error::new(io::ErrorKind::InvalidData, message));
-                }
-            }
+        for (number, line) in whole.lines().enumerate() {
+            events.push(serde_json::from_str(line).map_err(|error| {
+                let message =
+                    format!("`{}` line {}: {error}; remove the prune folder to start again", path.display(), number + 1);
+                io::Error::new(io::ErrorKind::InvalidData, message)
+            })?);
         }
         Ok(Self { path: path.to_path_buf(), events })
     }

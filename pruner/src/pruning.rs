@@ -85,9 +85,14 @@ pub fn layers_name(depth: usize) -> String {
     format!("layers-{depth:02}")
 }
 
+/// The name of a recovery's folder and of its metrics.
+pub fn recovery_name(depth: usize) -> String {
+    format!("recover-{depth:02}")
+}
+
 /// Refuses to remove more layers than there are, before anything is loaded or trained.
 pub fn check(remove: usize, min_layers: usize, depth: usize) -> Result<(), PruneError> {
-    if remove + min_layers.max(1) > depth { Err(PruneError::TooMany { remove, depth, min_layers }) } else { Ok(()) }
+    if remove > 0 && remove + min_layers.max(1) > depth { Err(PruneError::TooMany { remove, depth, min_layers }) } else { Ok(()) }
 }
 
 /// Prunes to the end of the settings, going on from the ledger of an earlier start.
@@ -121,6 +126,7 @@ pub fn prune(
     let blocks = Blocks::draw(context.held_out, shape, settings.anchors, settings.recovery.seed);
 
     let (mut current, mut tau_current) = (context.teacher.shallow_clone(), tau_unpruned);
+    let (mut file, mut parent) = (context.drafter.clone(), context.parent.to_string());
     let mut alive: Vec<usize> = (0..unpruned).collect();
     let mut removed = Vec::new();
     for depth in (unpruned - settings.remove..unpruned).rev() {
@@ -152,13 +158,19 @@ pub fn prune(
         // The folder appears whole, by a rename at the end of its recovery.
         if !folder.exists() {
             let start = current.with_layers(&kept);
-            let ending = recover(context, settings, &start, depth, &removed, &folder, sink, progress, stop)?;
+            let drafter = DrafterFile { removed_layers: removed.clone(), parent: Some(parent), layers: depth, ..file };
+            let ending = recover(context, settings, &start, drafter, &folder, sink, progress, stop)?;
             if let Ending::Stopped { .. } = ending {
                 return Ok(ending);
             }
         }
-        let (recovered, _) = checkpoint::load(&folder, context.teacher.kind(), context.teacher.device())?;
-        current = recovered;
+        // What the recovery needed goes last, so that a kill before this line leaves only something to remove.
+        let work = context.folder.join(recovery_name(depth));
+        if work.exists() {
+            fs::remove_dir_all(&work).map_err(write(&work))?;
+        }
+        (current, file) = checkpoint::load(&folder, context.teacher.kind(), context.teacher.device())?;
+        parent = layers_name(depth);
         let (tau, kept) = match ledger.recovered(depth) {
             Some(known) => known,
             None => {
@@ -222,21 +234,18 @@ fn recover(
     context: &Context<'_>,
     settings: &Settings,
     start: &Transformer,
-    depth: usize,
-    removed: &[usize],
+    drafter: DrafterFile,
     folder: &Path,
     sink: &mut dyn MetricSink,
     progress: &mut dyn FnMut(Progress<'_>),
     stop: &AtomicBool,
 ) -> Result<Ending, PruneError> {
-    let work = context.folder.join(format!("recover-{depth:02}"));
+    let work = context.folder.join(recovery_name(drafter.layers));
     checkpoint::remove_partial(&work)?;
     fs::create_dir_all(&work).map_err(|source| PruneError::Write { path: work.clone(), source })?;
-    let plan = Plan { stage: format!("recover-{depth:02}"), ..settings.recovery.clone() };
-    let parent = Some(context.parent.to_string());
-    let drafter = DrafterFile { removed_layers: removed.to_vec(), parent, layers: depth, ..context.drafter.clone() };
+    let plan = Plan { stage: recovery_name(drafter.layers), ..settings.recovery.clone() };
     let output = Output { folder: &work, drafter: drafter.clone(), files: context.files };
-    let objective = Objective::Distil { teacher: context.teacher, how: settings.distillation };
+    let objective = Objective::Unpruned { teacher: context.teacher, how: settings.distillation };
     let mut report = |step: &StepReport| progress(Progress::Recovering(step));
     let ending = train(start, &plan, context.examples, &[], &objective, &output, sink, &mut report, stop)?;
     if ending == Ending::Done {
@@ -248,7 +257,6 @@ fn recover(
             }
             None => checkpoint::save(folder, start, &drafter, context.files, plan.kind, |_| Ok(()))?,
         }
-        fs::remove_dir_all(&work).map_err(|source| PruneError::Write { path: work, source })?;
     }
     Ok(ending)
 }

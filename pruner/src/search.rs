@@ -50,11 +50,6 @@ impl Blocks {
             .collect();
         Self { batches, shape }
     }
-
-    /// Blocks in all.
-    pub fn count(&self) -> usize {
-        self.batches.iter().map(|prepared| prepared.left.len()).sum()
-    }
 }
 
 /// Tokens committed and blocks drafted, by response.

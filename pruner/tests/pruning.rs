@@ -45,6 +45,7 @@ fn plan(labels: Labels, steps: u64) -> Plan {
         loss: LossSettings { ar_weight: 1.0, chunk_rows: 64, recompute: false },
         optimiser: AdamWSettings { beta1: 0.9, beta2: 0.95, weight_decay: 0.0 },
         learning_rate: 1e-2,
+        mask_learning_rate: 1e-2,
         warmup: 0.1,
         minimum_learning_rate: 0.1,
         clip: 1.0,
@@ -68,7 +69,7 @@ fn trained(labels: Labels) -> Transformer {
     let drafter = DrafterFile { block_size: BLOCK, mask_token: 23, ..DrafterFile::default() };
     let output = Output { folder: folder.path(), drafter, files: &text_files() };
     let (plan, stop) = (plan(labels, 60), AtomicBool::new(false));
-    train(&start, &plan, &examples(12), &[], &Objective::Gold, &output, &mut Sinks(Vec::new()), &mut |_| {}, &stop).unwrap();
+    train(&start, &plan, &examples(12), &[], &Objective::Tokens, &output, &mut Sinks(Vec::new()), &mut |_| {}, &stop).unwrap();
     model::checkpoint::load(&folder.path().join("latest"), Kind::Float, tch::Device::Cpu).unwrap().0
 }
 
@@ -134,7 +135,7 @@ fn run(folder: &Path, teacher: &Transformer, remove: usize, stop_at: usize) -> R
         min_layers: 1,
         keep_tau: 0.0,
         anchors: 5,
-        distillation: Distillation { temperature: 1.0, margin: 0.0 },
+        distillation: Distillation { temperature: 1.0, margin: Some(0.0) },
         recovery: Plan { learning_rate: 1e-3, ..plan(Labels::Next, 5) },
     };
     let (stop, events) = (AtomicBool::new(false), AtomicUsize::new(0));

@@ -46,9 +46,11 @@ fn assert_model_is_refused(spoil: impl Fn(&Path), expected: &[&str]) {
         assert!(message.contains(expected), "`{expected}` is not in: {message}");
     }
     let responses = folder.path().join("runs/tiny/responses");
-    let parts = fs::read_dir(responses).into_iter().flatten().flatten().filter(|file| {
-        file.path().extension().is_some_and(|extension| extension == "parquet")
-    });
+    let parts = fs::read_dir(responses)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter(|file| file.path().extension().is_some_and(|extension| extension == "parquet"));
     assert_eq!(parts.count(), 0, "{message}");
 }
 
@@ -68,7 +70,8 @@ fn models_that_cannot_be_read_are_named_with_what_is_wrong() {
         |model| {
             let config = fs::read_to_string(model.join("config.json")).unwrap();
             assert!(config.contains("\"intermediate_size\": 64"), "{config}");
-            fs::write(model.join("config.json"), config.replace("\"intermediate_size\": 64", "\"intermediate_size\": 65")).unwrap();
+            fs::write(model.join("config.json"), config.replace("\"intermediate_size\": 64", "\"intermediate_size\": 65"))
+                .unwrap();
         },
         &[weights, "model.layers.0.mlp", "[64, 32]", "[65, 32]"],
     );

@@ -13,12 +13,16 @@ use crate::batch::{Batch, BlockShape, LabelledRow};
 use crate::objective::{Distillation, RowLoss, cross_entropy, distillation};
 use crate::parameters::Parameters;
 
-/// What the block slots learn from; clean rows always learn the next token.
+/// What the rows learn from.
 pub enum Objective<'a> {
-    /// The response's own tokens: training.
-    Gold,
-    /// The unpruned drafter's distribution, corrected towards the response's tokens: recovery.
-    Distil { teacher: &'a Transformer, how: Distillation },
+    /// The response's own tokens: training as published.
+    Tokens,
+    /// The target's distribution after everything that precedes the label, from one clean forward: much less noise than single tokens,
+    /// for who can hold the target beside the drafter. Clean rows learn from it too.
+    Target { target: &'a Transformer },
+    /// The unpruned drafter's distribution in the same slot, corrected towards the response's tokens: recovery. Clean rows learn the
+    /// response's tokens.
+    Unpruned { teacher: &'a Transformer, how: Distillation },
 }
 
 /// Weights and limits of the loss.
@@ -80,11 +84,22 @@ pub fn forward_backward(
         hidden_td = output_td;
     }
 
-    let teacher_td = match objective {
-        Objective::Gold => None,
-        Objective::Distil { teacher, .. } => Some(teacher.forward(&ids_t, &positions_t, &mut attention)),
+    let teaching = match *objective {
+        Objective::Tokens => None,
+        Objective::Target { target } => {
+            let (ids, positions, sequences) = batch.clean_rows();
+            let mut attention = PackedAttention::new(&sequences, shape.block_size, device);
+            let hidden_td =
+                target.forward(&torch::ids_tensor(&ids, device), &torch::index_tensor(&positions, device), &mut attention);
+            let how = Distillation { temperature: 1.0, margin: None };
+            Some(Teaching { teacher: target, hidden_td, how, row: |row| row.predictor, clean_too: true })
+        }
+        Objective::Unpruned { teacher, how } => {
+            let hidden_td = teacher.forward(&ids_t, &positions_t, &mut attention);
+            Some(Teaching { teacher, hidden_td, how, row: |row| row.row, clean_too: false })
+        }
     };
-    let (losses, mut gradient_td) = head(parameters, batch, &hidden_td, teacher_td.as_ref(), objective, settings);
+    let (losses, mut gradient_td) = head(parameters, batch, &hidden_td, teaching.as_ref(), settings);
 
     for (index, (input_td, output_td)) in kept.into_iter().enumerate().rev() {
         let layer = &model.layers[index];
@@ -115,13 +130,30 @@ pub fn forward_backward(
     losses
 }
 
+/// A teacher and its last hidden states for the batch.
+struct Teaching<'a> {
+    teacher: &'a Transformer,
+    hidden_td: Tensor,
+    how: Distillation,
+    /// Which of these states stands for a labelled row.
+    row: fn(&LabelledRow) -> usize,
+    /// Whether clean rows learn from it, or from their labels.
+    clean_too: bool,
+}
+
+impl Teaching<'_> {
+    fn loss(&self, logits_rv: &Tensor, rows: &[LabelledRow], label_r: &Tensor) -> RowLoss {
+        let row_r = torch::index_tensor(&rows.iter().map(self.row).collect::<Vec<_>>(), logits_rv.device());
+        distillation(logits_rv, &self.teacher.logits(&self.hidden_td.index_select(0, &row_r)), label_r, self.how)
+    }
+}
+
 /// Final norm, head and loss, in chunks of rows: the losses, and the gradient with respect to the last layer's output `[T, D]`.
 fn head(
     parameters: &Parameters,
     batch: &Batch,
     hidden_td: &Tensor,
-    teacher_td: Option<&Tensor>,
-    objective: &Objective<'_>,
+    teaching: Option<&Teaching<'_>>,
     settings: LossSettings,
 ) -> (Losses, Tensor) {
     let model = &parameters.model;
@@ -130,19 +162,13 @@ fn head(
     let total_weight: f64 = batch.diffusion.iter().map(|row| row.weight).sum();
     let clean_rows = batch.autoregressive.len() as f64;
     for rows in batch.diffusion.chunks(settings.chunk_rows.max(1)) {
-        let learn = |logits_rv: &Tensor, row_r: &Tensor, label_r: &Tensor| match (objective, teacher_td) {
-            (Objective::Distil { teacher, how }, Some(teacher_td)) => {
-                distillation(logits_rv, &teacher.logits(&teacher_td.index_select(0, row_r)), label_r, *how)
-            }
-            _ => cross_entropy(logits_rv, label_r),
-        };
-        let outcome = chunk(parameters, hidden_td, rows, 1.0 / total_weight, &learn, &gradient_td);
+        let outcome = chunk(parameters, hidden_td, rows, 1.0 / total_weight, teaching, &gradient_td);
         sums.add_diffusion(rows, &outcome);
     }
     if settings.ar_weight > 0.0 {
+        let teaching = teaching.filter(|teaching| teaching.clean_too);
         for rows in batch.autoregressive.chunks(settings.chunk_rows.max(1)) {
-            let learn = |logits_rv: &Tensor, _: &Tensor, label_r: &Tensor| cross_entropy(logits_rv, label_r);
-            let outcome = chunk(parameters, hidden_td, rows, settings.ar_weight / clean_rows, &learn, &gradient_td);
+            let outcome = chunk(parameters, hidden_td, rows, settings.ar_weight / clean_rows, teaching, &gradient_td);
             sums.autoregressive += outcome.losses.iter().map(|&loss| f64::from(loss)).sum::<f64>();
         }
     }
@@ -171,7 +197,7 @@ fn chunk(
     hidden_td: &Tensor,
     rows: &[LabelledRow],
     scale: f64,
-    learn: &dyn Fn(&Tensor, &Tensor, &Tensor) -> RowLoss,
+    teaching: Option<&Teaching<'_>>,
     gradient_td: &Tensor,
 ) -> ChunkOutcome {
     let model = &parameters.model;
@@ -184,7 +210,10 @@ fn chunk(
     let hidden_rd = hidden_td.index_select(0, &row_r).set_requires_grad(true);
     let normed_rd = tch::with_grad(|| model.final_norm(&hidden_rd));
     let logits_rv = normed_rd.detach().matmul(&model.head().detach().transpose(0, 1)).to_kind(Kind::Float);
-    let RowLoss { loss_r, gradient_rv } = learn(&logits_rv, &row_r, &label_r);
+    let RowLoss { loss_r, gradient_rv } = match teaching {
+        Some(teaching) => teaching.loss(&logits_rv, rows, &label_r),
+        None => cross_entropy(&logits_rv, &label_r),
+    };
     let gradient_rv = (gradient_rv * weight_r1).to_kind(model.kind());
     let outcome = ChunkOutcome { losses: torch::to_f32s(&loss_r), best: torch::to_ids(&logits_rv.argmax(-1, false)) };
     drop(logits_rv);

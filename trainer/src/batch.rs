@@ -25,6 +25,8 @@ pub struct LabelledRow {
     pub weight: f64,
     /// For a block's slot, which draft it is (0 is the first); unused for clean rows.
     pub draft: usize,
+    /// The clean row before the label, counted over the batch's clean rows alone: what predicts the label from all that precedes it.
+    pub predictor: usize,
 }
 
 /// One forward's rows and labels.
@@ -63,15 +65,33 @@ impl Batch {
         batch
     }
 
+    /// The clean rows alone: their ids, their positions, and who sees whom.
+    pub fn clean_rows(&self) -> (Vec<u32>, Vec<usize>, Vec<Sequence>) {
+        let (mut ids, mut positions, mut sequences) = (Vec::new(), Vec::new(), Vec::new());
+        for sequence in &self.sequences {
+            let rows = sequence.first_row..sequence.first_row + sequence.clean;
+            sequences.push(Sequence { first_row: ids.len(), clean: sequence.clean, anchors: Vec::new() });
+            ids.extend_from_slice(&self.ids[rows.clone()]);
+            positions.extend_from_slice(&self.positions[rows]);
+        }
+        (ids, positions, sequences)
+    }
+
     fn push(&mut self, example: &Example, anchors: &[usize], shape: BlockShape, gamma: f64) {
-        let first_row = self.ids.len();
+        let (first_row, first_clean) = (self.ids.len(), self.clean_tokens);
         let length = example.ids.len();
         self.ids.extend_from_slice(&example.ids);
         self.positions.extend(0..length);
         self.clean_tokens += length;
         for position in example.prompt_length.max(1) - 1..length.saturating_sub(1) {
             let label = example.ids[position + 1];
-            self.autoregressive.push(LabelledRow { row: first_row + position, label, weight: 1.0, draft: 0 });
+            self.autoregressive.push(LabelledRow {
+                row: first_row + position,
+                label,
+                weight: 1.0,
+                draft: 0,
+                predictor: first_clean + position,
+            });
         }
         let (first_slot, shift) = shape.first_slot_and_shift();
         for &anchor in anchors {
@@ -83,7 +103,8 @@ impl Batch {
                 let Some(&label) = example.ids.get(anchor + slot + shift) else { break };
                 let draft = slot - first_slot;
                 let weight = (-(draft as f64) / gamma).exp();
-                self.diffusion.push(LabelledRow { row: first_of_block + slot, label, weight, draft });
+                let predictor = first_clean + anchor + slot + shift - 1;
+                self.diffusion.push(LabelledRow { row: first_of_block + slot, label, weight, draft, predictor });
             }
         }
         self.sequences.push(Sequence { first_row, clean: length, anchors: anchors.to_vec() });
@@ -138,5 +159,12 @@ mod tests {
         assert_eq!(batch.sequences[1].first_row, 9);
         assert_eq!(batch.ids.len(), 15);
         assert_eq!(batch.clean_tokens, 12);
+        let (ids, positions, sequences) = batch.clean_rows();
+        assert_eq!((ids.len(), &ids[6..], &positions[5..8]), (12, &EXAMPLE[..], &[5, 0, 1][..]));
+        assert_eq!((sequences[1].first_row, sequences[1].clean), (6, 6));
+        // The row before a label predicts it, in every kind of row and of the second response too.
+        for row in batch.diffusion.iter().chain(&batch.autoregressive) {
+            assert_eq!(ids[row.predictor + 1], row.label, "{row:?}");
+        }
     }
 }

@@ -18,19 +18,22 @@ pub struct JsonLines {
 }
 
 impl JsonLines {
-    /// Continues the file of an interrupted run; lines of `stage` later than `step` are dropped, since those steps run again.
-    pub fn resume(path: &Path, stage: &str, step: u64) -> io::Result<Self> {
-        if path.exists() {
-            let text = fs::read_to_string(path)?;
-            let keep = |line: &&str| {
-                // A line that a killed process left half-written does not parse, and goes.
-                serde_json::from_str::<Value>(line)
-                    .is_ok_and(|line| line["stage"] != stage || line["step"].as_u64() <= Some(step))
-            };
-            let kept: String = text.lines().filter(keep).flat_map(|line| [line, "\n"]).collect();
-            data::files::write_atomically(path, kept.as_bytes())?;
+    /// Appends to the file at `path`.
+    pub fn new(path: &Path) -> Self {
+        Self { path: path.to_path_buf() }
+    }
+
+    /// Drops the lines of `stage` later than `step`, since those steps run again, and any that a killed process left half-written.
+    pub fn rewind(path: &Path, stage: &str, step: u64) -> io::Result<()> {
+        if !path.exists() {
+            return Ok(());
         }
-        Ok(Self { path: path.to_path_buf() })
+        let text = fs::read_to_string(path)?;
+        let keep = |line: &&str| {
+            serde_json::from_str::<Value>(line).is_ok_and(|line| line["stage"] != stage || line["step"].as_u64() <= Some(step))
+        };
+        let kept: String = text.lines().filter(keep).flat_map(|line| [line, "\n"]).collect();
+        data::files::write_atomically(path, kept.as_bytes())
     }
 }
 
@@ -86,13 +89,14 @@ mod tests {
     fn resuming_drops_the_steps_that_run_again_and_half_written_lines() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        let mut sink = JsonLines::resume(&path, "train", 0).unwrap();
+        JsonLines::rewind(&path, "train", 0).unwrap();
+        let mut sink = JsonLines::new(&path);
         for step in 1..=3 {
             sink.record("train", step, &[("loss", 1.5)]).unwrap();
         }
         sink.record("recover", 3, &[("loss", 0.5)]).unwrap();
         OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"stage\":\"tr").unwrap();
-        let mut sink = JsonLines::resume(&path, "train", 2).unwrap();
+        JsonLines::rewind(&path, "train", 2).unwrap();
         sink.record("train", 3, &[("loss", 1.25)]).unwrap();
         let steps: Vec<(String, u64)> = fs::read_to_string(&path)
             .unwrap()

@@ -26,14 +26,16 @@ pub fn cross_entropy(logits_rv: &Tensor, label_r: &Tensor) -> RowLoss {
 pub struct Distillation {
     /// Softens both distributions; the loss is multiplied by its square, so that the gradient keeps its size.
     pub temperature: f64,
-    /// How far the gold token must lead the teacher's other logits.
-    pub margin: f64,
+    /// How far the gold token must lead the teacher's other logits; `None` takes the teacher as it is.
+    pub margin: Option<f64>,
 }
 
-/// Forward divergence KL(teacher ‖ student) at a temperature, the teacher corrected so that the gold token always leads
-/// ([`gold_corrected`]).
+/// Forward divergence KL(teacher ‖ student) at a temperature, the teacher corrected where a margin is given ([`gold_corrected`]).
 pub fn distillation(logits_rv: &Tensor, teacher_logits_rv: &Tensor, label_r: &Tensor, how: Distillation) -> RowLoss {
-    let teacher_rv = gold_corrected(teacher_logits_rv, label_r, how.margin) / how.temperature;
+    let teacher_rv = match how.margin {
+        Some(margin) => gold_corrected(teacher_logits_rv, label_r, margin) / how.temperature,
+        None => teacher_logits_rv / how.temperature,
+    };
     let log_teacher_rv = teacher_rv.log_softmax(-1, Kind::Float);
     let log_student_rv = (logits_rv / how.temperature).log_softmax(-1, Kind::Float);
     let teacher_rv = log_teacher_rv.exp();

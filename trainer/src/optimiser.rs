@@ -26,12 +26,18 @@ pub struct AdamW {
     pub exp_avg_sq: Tensor,
     settings: AdamWSettings,
     decayed: Vec<Range<i64>>,
+    boosted: Option<(Range<i64>, f64)>,
 }
 
 impl AdamW {
     /// Zero moments for masters of this length; weight decay applies to the ranges in `decayed`.
     pub fn new(master: &Tensor, settings: AdamWSettings, decayed: Vec<Range<i64>>) -> Self {
-        Self { exp_avg: master.zeros_like(), exp_avg_sq: master.zeros_like(), settings, decayed }
+        Self { exp_avg: master.zeros_like(), exp_avg_sq: master.zeros_like(), settings, decayed, boosted: None }
+    }
+
+    /// The masters of `range` move by `factor` times the step of the others.
+    pub fn boost(&mut self, range: Range<i64>, factor: f64) {
+        self.boosted = Some((range, factor));
     }
 
     /// Moves the masters by one step. `step` counts from one; the gradient is multiplied by `gradient_scale` (clipping) on the way.
@@ -45,6 +51,11 @@ impl AdamW {
         }
         let first_correction = 1.0 - beta1.powf(step as f64);
         let second_correction = 1.0 - beta2.powf(step as f64);
+        let boosted = self.boosted.iter().map(|(range, factor)| {
+            let part = master.narrow(0, range.start, range.end - range.start);
+            (part.copy(), part, *factor)
+        });
+        let boosted: Vec<_> = boosted.collect();
         let length = master.size()[0];
         for start in (0..length).step_by(SLICE as usize) {
             let slice = |tensor: &Tensor| tensor.narrow(0, start, SLICE.min(length - start));
@@ -55,6 +66,10 @@ impl AdamW {
             let _ = exp_avg_sq.g_mul_scalar_(beta2).addcmul_(&gradient, &(gradient.shallow_clone() * (1.0 - beta2)));
             let denominator = (&exp_avg_sq / second_correction).sqrt_().g_add_scalar_(EPSILON);
             let _ = slice(master).addcdiv_(&(&exp_avg * (-learning_rate / first_correction)), &denominator);
+        }
+        for (before, mut part, factor) in boosted {
+            let moved = before.lerp(&part, factor);
+            part.copy_(&moved);
         }
     }
 }
@@ -93,6 +108,17 @@ mod tests {
         for (ours, golden) in torch::to_f32s(&master).iter().zip(expected) {
             assert!((ours - golden).abs() < 1e-6, "{ours} against {golden}");
         }
+    }
+
+    #[test]
+    fn a_boosted_range_moves_by_a_multiple() {
+        let master = Tensor::from_slice(&[1_f32, 1.0, 1.0]);
+        let settings = AdamWSettings { beta1: 0.9, beta2: 0.95, weight_decay: 0.0 };
+        let mut optimiser = AdamW::new(&master, settings, Vec::new());
+        optimiser.boost(1..2, 5.0);
+        optimiser.step(&master, &master.full_like(0.25), 1, 0.01, 1.0);
+        let values = torch::to_f32s(&master);
+        assert!((values[0] - 0.99).abs() < 1e-6 && (values[1] - 0.95).abs() < 1e-6 && values[2] == values[0], "{values:?}");
     }
 
     const GOLDEN_ADAMW: [f32; 3] = [0.802_302_4, -1.901_365_3, 2.867_266_2];

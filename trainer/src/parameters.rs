@@ -75,6 +75,13 @@ impl Parameters {
         of_layer.map(|(_, range)| self.gradient.narrow(0, range.start, range.end - range.start)).collect()
     }
 
+    /// Where the embedding of `token` lies in the flat tensors.
+    pub fn embedding_row(&self, token: u32) -> Range<i64> {
+        let embedding = self.positions.get("model.embed_tokens.weight").map_or(0, |&position| self.ranges[position].1.start);
+        let (first, hidden) = (embedding + i64::from(token) * self.model.config.hidden_size, self.model.config.hidden_size);
+        first..first + hidden
+    }
+
     /// Ranges whose parameters weight decay applies to: matrices, not norms.
     pub fn decayed(&self) -> Vec<Range<i64>> {
         self.ranges.iter().filter(|(name, _)| !name.contains("norm")).map(|(_, range)| range.clone()).collect()

@@ -29,7 +29,9 @@ pub struct Progress {
 /// Why a state cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
-    #[error("cannot read training state `{path}`: {message}; remove the checkpoint to go on from an earlier one")]
+    #[error(
+        "cannot read training state `{path}`: {message}; put it back, or begin again with `drafthorse run RECIPE --restart train`"
+    )]
     Read { path: String, message: String },
     #[error("training state `{path}` holds {found} values of `{name}`, the model has {expected}; it belongs to another model")]
     Length { path: String, name: &'static str, found: i64, expected: i64 },

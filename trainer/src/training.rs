@@ -43,6 +43,8 @@ pub struct Plan {
     pub loss: LossSettings,
     pub optimiser: AdamWSettings,
     pub learning_rate: f64,
+    /// The mask row's own peak; far more than the others', it finds its place before the weights have moved much.
+    pub mask_learning_rate: f64,
     /// Share of the steps.
     pub warmup: f64,
     /// Share of the peak learning rate.
@@ -60,7 +62,7 @@ pub struct Plan {
 /// Where checkpoints go and what stands in them beside weights.
 pub struct Output<'a> {
     pub folder: &'a Path,
-    /// `step`, `training_tokens` and `layers` are filled in at each save.
+    /// `step` and `layers` are filled in at each save; `training_tokens` are those before this training, and each save adds its own.
     pub drafter: DrafterFile,
     pub files: &'a TextFiles,
 }
@@ -153,8 +155,12 @@ pub fn train(
     if i64::from(plan.shape.mask_token) >= rows {
         return Err(TrainError::MaskToken { mask_token: plan.shape.mask_token, rows });
     }
-    let mut parameters = Parameters::new(start, plan.kind);
-    let mut optimiser = AdamW::new(&parameters.master, plan.optimiser, parameters.decayed());
+    let (mut parameters, mut optimiser) = torch::guarded("allocating the training state", || {
+        let parameters = Parameters::new(start, plan.kind);
+        let optimiser = AdamW::new(&parameters.master, plan.optimiser, parameters.decayed());
+        (parameters, optimiser)
+    })?;
+    optimiser.boost(parameters.embedding_row(plan.shape.mask_token), plan.mask_learning_rate / plan.learning_rate);
     let latest = output.folder.join(LATEST);
     let mut progress = if latest.join(state::FOLDER).exists() {
         state::load(&latest, &mut parameters, &optimiser)?
@@ -277,7 +283,7 @@ fn save(
     let name = step_name(progress.step);
     let drafter = DrafterFile {
         step: progress.step,
-        training_tokens: progress.training_tokens,
+        training_tokens: output.drafter.training_tokens + progress.training_tokens,
         layers: parameters.model.layers.len(),
         ..output.drafter.clone()
     };

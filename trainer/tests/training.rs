@@ -59,7 +59,7 @@ fn plain_loss(model: &Transformer, batch: &Batch, teacher: Option<(&Transformer,
     let per_row = match teacher {
         None => block_logits.cross_entropy_loss::<Tensor>(&label, None, tch::Reduction::None, -100, 0.0),
         Some((teacher, how)) => {
-            let corrected = gold_corrected(&teacher.logits(&hidden(teacher)).index_select(0, &row), &label, how.margin);
+            let corrected = gold_corrected(&teacher.logits(&hidden(teacher)).index_select(0, &row), &label, how.margin.unwrap());
             let log_student = (block_logits / how.temperature).log_softmax(-1, Kind::Float);
             let target = (corrected / how.temperature).softmax(-1, Kind::Float).detach();
             let pointwise = log_student.kl_div(&target, tch::Reduction::None, false);
@@ -100,7 +100,7 @@ fn the_layer_wise_chunked_gradient_equals_autograds() {
         for (chunk_rows, recompute) in [(1, true), (5, false), (1000, true)] {
             let parameters = Parameters::new(&model, Kind::Float);
             let settings = LossSettings { ar_weight: 0.7, chunk_rows, recompute };
-            let losses = forward_backward(&parameters, &batch, shape(labels), &Objective::Gold, settings);
+            let losses = forward_backward(&parameters, &batch, shape(labels), &Objective::Tokens, settings);
             assert!((losses.total - f64::try_from(&loss).unwrap()).abs() < 1e-5);
             assert_close(&torch::to_f32s(&parameters.gradient), &plain);
         }
@@ -111,7 +111,7 @@ fn the_layer_wise_chunked_gradient_equals_autograds() {
 fn the_distillation_gradient_equals_autograds() {
     let model = Transformer::random(config("llama", true), 3, Kind::Float);
     let teacher = Transformer::random(config("llama", true), 4, Kind::Float);
-    let how = Distillation { temperature: 1.5, margin: 0.5 };
+    let how = Distillation { temperature: 1.5, margin: Some(0.5) };
     let batch = batch(Labels::Next);
     let reference = Parameters::new(&model, Kind::Float);
     let loss = plain_loss(&reference.model, &batch, Some((&teacher, how)), 1.0);
@@ -119,9 +119,50 @@ fn the_distillation_gradient_equals_autograds() {
     let parameters = Parameters::new(&model, Kind::Float);
     let settings = LossSettings { ar_weight: 1.0, chunk_rows: 7, recompute: true };
     let losses =
-        forward_backward(&parameters, &batch, shape(Labels::Next), &Objective::Distil { teacher: &teacher, how }, settings);
+        forward_backward(&parameters, &batch, shape(Labels::Next), &Objective::Unpruned { teacher: &teacher, how }, settings);
     assert!((losses.total - f64::try_from(&loss).unwrap()).abs() < 1e-5);
     assert_close(&torch::to_f32s(&parameters.gradient), &plain);
+}
+
+#[test]
+fn the_gradient_towards_the_targets_distribution_equals_autograds() {
+    let model = Transformer::random(config("llama", true), 3, Kind::Float);
+    let target = Transformer::random(config("qwen3", false), 4, Kind::Float);
+    for labels in [Labels::Next, Labels::InPlace] {
+        let batch = batch(labels);
+        let reference = Parameters::new(&model, Kind::Float);
+        let (ids_t, positions_t) =
+            (torch::ids_tensor(&batch.ids, Device::Cpu), torch::index_tensor(&batch.positions, Device::Cpu));
+        let mut attention = PackedAttention::new(&batch.sequences, 4, Device::Cpu);
+        let log_student =
+            reference.model.logits(&reference.model.forward(&ids_t, &positions_t, &mut attention)).log_softmax(-1, Kind::Float);
+        // The target reads each response by itself.
+        let mut by_row = Vec::new();
+        for sequence in &batch.sequences {
+            let ids_t = ids_t.narrow(0, sequence.first_row as i64, sequence.clean as i64);
+            let positions_t = Tensor::arange(sequence.clean as i64, (Kind::Int64, Device::Cpu));
+            let alone = model::Sequence { first_row: 0, clean: sequence.clean, anchors: Vec::new() };
+            let hidden = target.forward(&ids_t, &positions_t, &mut PackedAttention::new(&[alone], 4, Device::Cpu));
+            by_row.push(target.logits(&hidden).softmax(-1, Kind::Float).detach());
+        }
+        let taught = Tensor::cat(&by_row, 0);
+        let divergence = |rows: &[trainer::batch::LabelledRow]| {
+            let row = torch::index_tensor(&rows.iter().map(|row| row.row).collect::<Vec<_>>(), Device::Cpu);
+            let predictor = torch::index_tensor(&rows.iter().map(|row| row.predictor).collect::<Vec<_>>(), Device::Cpu);
+            let pointwise =
+                log_student.index_select(0, &row).kl_div(&taught.index_select(0, &predictor), tch::Reduction::None, false);
+            pointwise.sum_dim_intlist(-1, false, Kind::Float)
+        };
+        let weight = Tensor::from_slice(&batch.diffusion.iter().map(|row| row.weight as f32).collect::<Vec<_>>());
+        let blocks = (divergence(&batch.diffusion) * &weight).sum(Kind::Float) / weight.sum(Kind::Float);
+        let loss = blocks + 0.5 * divergence(&batch.autoregressive).mean(Kind::Float);
+        let plain = plain_gradient(&reference, &loss);
+        let parameters = Parameters::new(&model, Kind::Float);
+        let settings = LossSettings { ar_weight: 0.5, chunk_rows: 6, recompute: false };
+        let losses = forward_backward(&parameters, &batch, shape(labels), &Objective::Target { target: &target }, settings);
+        assert!((losses.total - f64::try_from(&loss).unwrap()).abs() < 1e-5);
+        assert_close(&torch::to_f32s(&parameters.gradient), &plain);
+    }
 }
 
 fn plan(steps: u64) -> Plan {
@@ -136,6 +177,7 @@ fn plan(steps: u64) -> Plan {
         loss: LossSettings { ar_weight: 1.0, chunk_rows: 16, recompute: true },
         optimiser: AdamWSettings { beta1: 0.9, beta2: 0.95, weight_decay: 0.01 },
         learning_rate: 1e-2,
+        mask_learning_rate: 1e-2,
         warmup: 0.1,
         minimum_learning_rate: 0.1,
         clip: 1.0,
@@ -168,7 +210,7 @@ fn run(folder: &Path, stop_after: Option<u64>) -> (Ending, Vec<f64>) {
     };
     let mut sink = Sinks(Vec::new());
     let ending =
-        train(&model, &plan(10), &examples[1..], &examples[..1], &Objective::Gold, &output, &mut sink, &mut report, &stop);
+        train(&model, &plan(10), &examples[1..], &examples[..1], &Objective::Tokens, &output, &mut sink, &mut report, &stop);
     (ending.unwrap(), losses)
 }
 

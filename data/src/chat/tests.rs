@@ -74,9 +74,19 @@ fn an_endless_template_is_stopped() {
 }
 
 #[test]
-fn the_date_is_todays() {
-    let year: u32 = text("{{ strftime_now('%Y') }}").parse().unwrap();
-    assert!(year >= 2024);
+fn the_date_is_todays_unless_it_is_set() {
+    let template = || ChatTemplate::new("{{ strftime_now('%d %b %Y') }}".to_owned(), &SpecialTokens::default()).unwrap();
+    let today = chrono::Local::now().date_naive();
+    let (date, text) = (template().date(), template().render(&[], false, None).unwrap());
+    // The day may end between the lines.
+    let now = chrono::Local::now().date_naive();
+    assert!([today, now].map(|day| day.to_string()).contains(&date), "{date}");
+    assert!([today, now].map(|day| day.format("%d %b %Y").to_string()).contains(&text), "{text}");
+
+    let fixed = template().with_date("2024-07-26").unwrap();
+    assert_eq!((fixed.date().as_str(), fixed.render(&[], false, None).unwrap().as_str()), ("2024-07-26", "26 Jul 2024"));
+    let error = template().with_date("26 Jul 2024").unwrap_err().to_string();
+    assert!(error.contains("`26 Jul 2024`") && error.contains("2026-01-31"), "{error}");
     assert!(matches!(render("{{ strftime_now('%Q') }}", &[]), Err(ChatError::Render(_))));
 }
 

@@ -41,7 +41,7 @@ fn messages(fields: &Map<String, Value>) -> Result<Vec<Message>, String> {
     };
     match (name, value) {
         ("messages" | "conversations", Value::Array(list)) => list.iter().enumerate().map(message).collect(),
-        ("prompt", Value::Array(list)) if list.iter().any(|item| item.get("role").or(item.get("from")).is_some()) => {
+        ("prompt", Value::Array(list)) if list.iter().any(|item| first_present(item, ["role", "from"]).is_some()) => {
             list.iter().enumerate().map(message).collect()
         }
         ("messages" | "conversations", _) => Err(format!("`{name}` is not a list of messages")),
@@ -65,10 +65,15 @@ fn user(content: String) -> Message {
     Message { role: "user".to_owned(), content }
 }
 
+/// The first of these fields that is there and not null.
+fn first_present<'a>(value: &'a Value, names: [&str; 2]) -> Option<&'a Value> {
+    names.into_iter().find_map(|name| value.get(name).filter(|value| !value.is_null()))
+}
+
 fn message((index, value): (usize, &Value)) -> Result<Message, String> {
     let number = index + 1;
     let field = |names: [&str; 2]| {
-        let found = names.into_iter().find_map(|name| value.get(name));
+        let found = first_present(value, names);
         found.ok_or_else(|| format!("message {number} has neither `{}` nor `{}`", names[0], names[1]))
     };
     let role = field(["role", "from"])?;
@@ -163,6 +168,9 @@ mod tests {
             (r#"{"messages": null, "prompt": "p", "text": "t"}"#, "p"),
             (r#"{"prompt": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}"#, "ab"),
             (r#"{"prompt": [{"role": "user", "content": "p"}]}"#, "p"),
+            (r#"{"prompt": [{"role": null, "from": "human", "content": null, "value": "p"}]}"#, "p"),
+            (r#"{"prompt": [{"role": null, "type": "text", "text": "p"}]}"#, "p"),
+            (r#"{"messages": [{"role": null, "from": "human", "value": "p"}]}"#, "p"),
         ];
         for (line, expected) in cases {
             assert_eq!(chat(line), pairs(&[("user", expected)]), "{line}");
@@ -199,7 +207,9 @@ mod tests {
             (messages(r#"{"role": "tool", "content": "u"}"#), "message 1 has the unknown role `tool`"),
             (messages(r#"{"role": 5, "content": "u"}"#), "message 1 has the unknown role `5`"),
             (messages(r#"{"role": "user"}"#), "message 1 has neither `content` nor `value`"),
-            (messages(r#"{"role": "user", "content": null}"#), "content of message 1 is not a text"),
+            (messages(r#"{"role": "user", "content": null}"#), "message 1 has neither `content` nor `value`"),
+            (messages(r#"{"role": null, "content": "u"}"#), "message 1 has neither `role` nor `from`"),
+            (messages(r#"{"role": "user", "content": 5}"#), "content of message 1 is not a text"),
             (messages(r#"{"role": "user", "content": [{"type": "image"}]}"#), "content of message 1 has a part of type `image`"),
             (messages(&format!(r#"{system}, {{"role": "user", "content": " \n"}}"#)), "message 2 (`user`) is empty"),
             (messages(r#""text""#), "message 1 has neither `role` nor `from`"),

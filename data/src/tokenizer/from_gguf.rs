@@ -10,9 +10,13 @@ const PRE_TOKENIZER: &str = "tokenizer.ggml.pre";
 const TOKENS: &str = "tokenizer.ggml.tokens";
 const MERGES: &str = "tokenizer.ggml.merges";
 
-/// GGUF's numbers for kinds of tokens: markers such as `<|im_end|>`, and tokens that users added.
+const TOKEN_TYPES: &str = "tokenizer.ggml.token_type";
+
+/// GGUF's numbers for kinds of tokens: markers such as `<|im_end|>`, tokens that users added, and names for rows of the embedding that
+/// the tokenizer does not have.
 const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
+const UNUSED: i64 = 5;
 
 /// Words with at most one mark before them, single digits, marks, line ends, other white space.
 const QWEN2_PATTERN: &str =
@@ -63,13 +67,14 @@ pub(super) fn tokenizer_json(gguf: &GgufFile) -> Result<Value, TokenizerError> {
     }
     let rules = rules(gguf)?;
     let tokens = gguf.strings(TOKENS)?;
+    let types = token_types(gguf, &tokens)?;
     let merges = gguf.strings(MERGES)?;
     let merges = merges.into_iter().map(|merge| pair(gguf, merge)).collect::<Result<Vec<Value>, _>>()?;
     Ok(json!({
         "version": "1.0",
         "truncation": null,
         "padding": null,
-        "added_tokens": added_tokens(gguf, &tokens)?,
+        "added_tokens": added_tokens(&types, &tokens),
         "normalizer": rules.normalizer,
         "pre_tokenizer": rules.pre_tokenizer,
         "post_processor": post_processor(gguf, &tokens, rules.begins_with_bos)?,
@@ -83,7 +88,7 @@ pub(super) fn tokenizer_json(gguf: &GgufFile) -> Result<Value, TokenizerError> {
             "fuse_unk": false,
             "byte_fallback": false,
             "ignore_merges": rules.ignore_merges,
-            "vocab": vocabulary(gguf, &tokens)?,
+            "vocab": vocabulary(gguf, &types, &tokens)?,
             "merges": merges,
         },
     }))
@@ -96,10 +101,19 @@ fn rules(gguf: &GgufFile) -> Result<Rules, TokenizerError> {
     all.into_iter().find(|rules| rules.name == name).ok_or_else(|| unsupported(gguf, PRE_TOKENIZER, name, supported))
 }
 
-/// The vocabulary must map every token to one id, which is its position.
-fn vocabulary(gguf: &GgufFile, tokens: &[&str]) -> Result<Map<String, Value>, TokenizerError> {
+fn token_types(gguf: &GgufFile, tokens: &[&str]) -> Result<Vec<i64>, TokenizerError> {
+    let types = gguf.integers(TOKEN_TYPES)?;
+    if types.len() != tokens.len() {
+        return Err(invalid(gguf, format!("`{TOKEN_TYPES}` has {} entries and `{TOKENS}` has {}", types.len(), tokens.len())));
+    }
+    Ok(types)
+}
+
+/// The vocabulary must map every token to one id, which is its position. Unused ones are left out: the converter made them up for rows
+/// of the embedding beyond the tokenizer's ids, such as `[PAD151936]`.
+fn vocabulary(gguf: &GgufFile, types: &[i64], tokens: &[&str]) -> Result<Map<String, Value>, TokenizerError> {
     let mut vocabulary = Map::with_capacity(tokens.len());
-    for (id, token) in tokens.iter().enumerate() {
+    for (id, (token, _)) in tokens.iter().zip(types).enumerate().filter(|(_, (_, kind))| **kind != UNUSED) {
         if let Some(earlier) = vocabulary.insert(token.to_string(), id.into()) {
             return Err(invalid(gguf, format!("`{TOKENS}` has `{token}` twice, as {earlier} and {id}")));
         }
@@ -116,15 +130,10 @@ fn pair(gguf: &GgufFile, merge: &str) -> Result<Value, TokenizerError> {
 
 /// Tokens that are cut out of a text before anything else; only control tokens are special, that is, can be left out
 /// when decoding.
-fn added_tokens(gguf: &GgufFile, tokens: &[&str]) -> Result<Vec<Value>, TokenizerError> {
-    const KEY: &str = "tokenizer.ggml.token_type";
-    let types = gguf.integers(KEY)?;
-    if types.len() != tokens.len() {
-        return Err(invalid(gguf, format!("`{KEY}` has {} entries and `{TOKENS}` has {}", types.len(), tokens.len())));
-    }
+fn added_tokens(types: &[i64], tokens: &[&str]) -> Vec<Value> {
     let added = types.iter().zip(tokens).enumerate().filter(|(_, (kind, _))| matches!(**kind, CONTROL | USER_DEFINED));
     let token = |(id, (&kind, token)): (usize, (&i64, &&str))| json!({"id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": kind == CONTROL});
-    Ok(added.map(token).collect())
+    added.map(token).collect()
 }
 
 /// What is put around a text on request; null where nothing is.

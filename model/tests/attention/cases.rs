@@ -38,7 +38,7 @@ impl Random {
         let model_type = self.pick(&["llama", "qwen3"]);
         let (heads, key_heads) = self.pick(&[(1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (6, 2), (6, 3)]);
         let stretched =
-            RopeScaling { factor: 4.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position_embeddings: 32.0 };
+            RopeScaling { factor: 4.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position_embeddings: 32 };
         ModelConfig {
             architectures: vec![architecture_of(model_type).to_string()],
             model_type: model_type.to_string(),
