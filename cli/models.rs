@@ -102,7 +102,12 @@ pub(crate) fn drafter_place(recipe: &Recipe) -> anyhow::Result<(Device, Kind)> {
 /// What a block looks like by the recipe.
 pub(crate) fn block_shape(recipe: &Recipe) -> BlockShape {
     let drafter = &recipe.drafter;
-    BlockShape { block_size: drafter.block_size, mask_token: drafter.mask_token, labels: drafter.labels }
+    BlockShape {
+        block_size: drafter.block_size,
+        mask_token: drafter.mask_token,
+        labels: drafter.labels,
+        anchor_sees_block: drafter.anchor_sees == configs::AnchorSees::Block,
+    }
 }
 
 /// The layers of the initial model that the drafter keeps.
@@ -201,8 +206,13 @@ pub(crate) fn drafter_file(recipe: &Recipe, layers: usize) -> DrafterFile {
         configs::Labels::InPlace => "in_place",
         configs::Labels::Next => "next",
     };
+    let anchor_sees = match recipe.drafter.anchor_sees {
+        configs::AnchorSees::Block => "block",
+        configs::AnchorSees::Prefix => "prefix",
+    };
     DrafterFile {
         kind: "d3d".to_string(),
+        anchor_sees: anchor_sees.to_string(),
         block_size: recipe.drafter.block_size,
         labels: labels.to_string(),
         mask_token: recipe.drafter.mask_token,

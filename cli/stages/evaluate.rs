@@ -8,11 +8,11 @@ use anyhow::Context as _;
 use data::prompts;
 use evaluator::benchmark::{Baseline, Benchmark, Plan, decoder_name, evaluate};
 use evaluator::decode::{DecodeError, Settings};
-use evaluator::drafter::Drafter;
 use evaluator::sampling::Sampler;
 use evaluator::score::{Score, write_rounds};
 use model::checkpoint;
 use serde_json::{Map, json};
+use trainer::training::{drafter_of, step_name};
 
 use super::prune::pruned_checkpoints;
 use super::{Context, Stage, Status};
@@ -72,7 +72,7 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
             );
         }
         let shape = models::block_shape(recipe);
-        let mut drafter = Drafter { model, block_size: shape.block_size, mask_token: shape.mask_token, labels: shape.labels };
+        let mut drafter = drafter_of(&model, shape);
         let bar = context.progress.bar(&name, 1);
         let mut length = 0;
         let mut show = |done: usize, of: usize| {
@@ -115,7 +115,7 @@ fn checkpoints(context: &Context<'_>) -> anyhow::Result<Vec<PathBuf>> {
     let prune = context.run.path.join(Stage::Prune.folder());
     let latest =
         fs::canonicalize(train.join(checkpoint::LATEST)).context("no trained checkpoint; run the stage `train` first")?;
-    let mut checkpoints = vec![train.join(trainer::training::step_name(0)), train.join(name_of(&latest))];
+    let mut checkpoints = vec![train.join(step_name(0)), train.join(name_of(&latest))];
     checkpoints.extend(pruned_checkpoints(context).into_iter().map(|name| prune.join(name)));
     Ok(checkpoints)
 }

@@ -50,6 +50,7 @@ pub struct Drafter {
     pub block_size: usize,
     pub dtype: Dtype,
     pub labels: Labels,
+    pub anchor_sees: AnchorSees,
     /// The token id that stands for a token still to be proposed.
     pub mask_token: u32,
     /// Whether a head that is tied to the embedding becomes its own parameter.
@@ -192,6 +193,16 @@ pub enum Dtype {
     Auto,
     F32,
     Bf16,
+}
+
+/// What the anchor of a block attends to besides itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AnchorSees {
+    /// What precedes it, and the masks of its block, as published.
+    Block,
+    /// Only what precedes it, as the same token in the text does. With labels `next` its prediction is then the initial model's own.
+    Prefix,
 }
 
 /// Which token a slot of a block predicts: slot j the token at anchor + j, or the next one.

@@ -94,6 +94,7 @@ fn defaults_complete_a_minimal_recipe() {
             block_size: 8,
             dtype: Dtype::Auto,
             labels: Labels::InPlace,
+            anchor_sees: AnchorSees::Block,
             mask_token: 16,
             untie_head: false,
         },
@@ -171,7 +172,7 @@ fn every_key_changes_the_recipe() {
         name="other" seed=7
         target.model="Qwen/Qwen3-8B" target.revision="v2" target.dtype="f32" target.thinking=true
         drafter.init="Qwen/Qwen3-0.6B" drafter.layers=[0,2] drafter.keep_layers=3 drafter.block_size=16 drafter.dtype="bf16"
-        drafter.labels="next" drafter.mask_token=17 drafter.untie_head=true
+        drafter.labels="next" drafter.anchor_sees="prefix" drafter.mask_token=17 drafter.untie_head=true
         data.prompts=["part-*.jsonl"] data.max_tokens=256 data.holdout=0 data.limit=5
         regenerate.temperature=0.7 regenerate.top_p=0.8 regenerate.top_k=20 regenerate.max_new_tokens=96 regenerate.batch_rows=8
         train.anchors=16 train.gamma=3.5 train.ar_weight=0.5 train.objective="target" train.learning_rate=1e-4

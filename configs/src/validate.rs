@@ -7,8 +7,8 @@ use std::sync::Arc;
 use crate::source::{Place, Source};
 use crate::typed::{self, Field, FromToml, Section, Written};
 use crate::{
-    Benchmark, Data, Decoder, Devices, Drafter, DrafterKind, Dtype, Evaluate, Labels, Objective, Prune, Recipe, RecipeError,
-    Regenerate, Target, Train, paths,
+    AnchorSees, Benchmark, Data, Decoder, Devices, Drafter, DrafterKind, Dtype, Evaluate, Labels, Objective, Prune, Recipe,
+    RecipeError, Regenerate, Target, Train, paths,
 };
 
 const DTYPES: &[(&str, Dtype)] = &[("auto", Dtype::Auto), ("f32", Dtype::F32), ("bf16", Dtype::Bf16)];
@@ -71,6 +71,11 @@ fn drafter(section: &Section<typed::Drafter>, whole_file: &Place) -> Result<Draf
         block_size: within(&fields.block_size, block_size, |size| *size >= 2, "must be at least 2, an anchor and a mask")?,
         dtype: choice(&fields.dtype, Dtype::Auto, DTYPES)?,
         labels: choice(&fields.labels, Labels::InPlace, LABELS)?,
+        anchor_sees: choice(
+            &fields.anchor_sees,
+            AnchorSees::Block,
+            &[("block", AnchorSees::Block), ("prefix", AnchorSees::Prefix)],
+        )?,
         mask_token: required(&fields.mask_token, place)?.value,
         untie_head: any(&fields.untie_head, false),
     })

@@ -345,7 +345,7 @@ mod tests {
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 10});
         let model = || Transformer::random(ModelConfig::from_json(&config).unwrap(), 5, Kind::Float);
         let (target, prompt) = (model(), vec![3, 1, 4]);
-        let drafter = Drafter { model: model(), block_size: 4, mask_token: 9, labels: Labels::Next };
+        let drafter = Drafter { model: model(), block_size: 4, mask_token: 9, labels: Labels::Next, anchor_sees_block: true };
         let mut cache = KvCache::new(&target.config, 1, 40, Kind::Float, target.device());
         let mut accepted = 0;
         // A limit on the length ends decoding behind, and inside, each of the rounds in turn.

@@ -7,7 +7,7 @@
 //! Shapes legend: see the crate `model`.
 
 use configs::Labels;
-use model::{CachedAttention, KvCache, Piece, Transformer};
+use model::{BlockPattern, CachedAttention, KvCache, Piece, Transformer};
 use tch::{Device, Tensor};
 use torch::TorchError;
 
@@ -20,6 +20,8 @@ pub struct Drafter {
     pub block_size: usize,
     pub mask_token: u32,
     pub labels: Labels,
+    /// Whether the anchor sees the masks of its block.
+    pub anchor_sees_block: bool,
 }
 
 /// A block to draft: slot 0 holds the anchor, the other slots hold masks.
@@ -105,10 +107,11 @@ impl Drafter {
     fn piece(&self, lane: &LaneWork<'_>, rows: std::ops::Range<usize>, device: Device) -> Piece {
         match (lane.clean.len(), lane.blocks.len()) {
             (_, 0) => Piece::causal(lane.lane, rows, device),
-            (0, 1) => Piece::block(lane.lane, rows),
+            (0, 1) if self.anchor_sees_block => Piece::block(lane.lane, rows),
             (clean, _) => {
                 let size = rows.len() as i64;
-                let visible = visibility(clean, lane.blocks, self.block_size);
+                let pattern = BlockPattern { size: self.block_size, anchor_sees_block: self.anchor_sees_block };
+                let visible = visibility(clean, lane.blocks, pattern);
                 Piece { lane: lane.lane, rows, mask: Some(Tensor::from_slice(&visible).view([size, size]).to_device(device)) }
             }
         }
@@ -124,18 +127,18 @@ impl Drafter {
     }
 }
 
-/// Which rows of a lane's work see which, row-major: clean rows are causal; a block sees its context and itself.
-fn visibility(clean: usize, blocks: &[Block], block_size: usize) -> Vec<bool> {
-    let size = clean + blocks.len() * block_size;
+/// Which rows of a lane's work see which, row-major: clean rows are causal; a block sees its context, and itself by its pattern.
+fn visibility(clean: usize, blocks: &[Block], pattern: BlockPattern) -> Vec<bool> {
+    let size = clean + blocks.len() * pattern.size;
     let mut visible = vec![false; size * size];
     for (row, sees) in visible.chunks_exact_mut(size).enumerate() {
         if row < clean {
             sees[..=row].fill(true);
         } else {
-            let number = (row - clean) / block_size;
-            let own = clean + number * block_size;
+            let (number, slot) = ((row - clean) / pattern.size, (row - clean) % pattern.size);
+            let own = clean + number * pattern.size;
             sees[..blocks[number].context].fill(true);
-            sees[own..own + block_size].fill(true);
+            (0..pattern.size).for_each(|key| sees[own + key] = pattern.sees(slot, key));
         }
     }
     visible
@@ -148,10 +151,11 @@ mod tests {
     #[test]
     fn clean_rows_are_causal_and_blocks_see_their_context_and_themselves() {
         let blocks = [Block { anchor: 1, context: 0 }, Block { anchor: 2, context: 2 }];
-        let rows: Vec<String> = visibility(2, &blocks, 2)
-            .chunks(6)
-            .map(|row| row.iter().map(|&sees| if sees { 'x' } else { '.' }).collect())
-            .collect();
-        assert_eq!(rows, ["x.....", "xx....", "..xx..", "..xx..", "xx..xx", "xx..xx"]);
+        let rows = |anchor_sees_block| {
+            let visible = visibility(2, &blocks, BlockPattern { size: 2, anchor_sees_block });
+            visible.chunks(6).map(|row| row.iter().map(|&sees| if sees { 'x' } else { '.' }).collect()).collect::<Vec<String>>()
+        };
+        assert_eq!(rows(true), ["x.....", "xx....", "..xx..", "..xx..", "xx..xx", "xx..xx"]);
+        assert_eq!(rows(false), ["x.....", "xx....", "..x...", "..xx..", "xx..x.", "xx..xx"]);
     }
 }

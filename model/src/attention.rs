@@ -60,7 +60,7 @@ impl Piece {
         Self { lane, rows, mask }
     }
 
-    /// Rows that see the lane and all of themselves in both directions: one block.
+    /// Rows that see the lane and all of themselves in both directions: one block whose anchor sees it.
     pub fn block(lane: usize, rows: Range<usize>) -> Self {
         Self { lane, rows, mask: None }
     }
@@ -173,6 +173,22 @@ impl Sequence {
     }
 }
 
+/// What the rows of a block see of the block itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockPattern {
+    /// Rows of a block: its anchor, then masks.
+    pub size: usize,
+    /// Whether the anchor sees the masks behind it. If not, its row computes what the clean row of the same token does.
+    pub anchor_sees_block: bool,
+}
+
+impl BlockPattern {
+    /// Whether row `query` of a block sees its row `key`.
+    pub fn sees(self, query: usize, key: usize) -> bool {
+        query > 0 || key == 0 || self.anchor_sees_block
+    }
+}
+
 /// Blocks that share one attention call: their common context ends at their last anchor.
 const GROUP: usize = 16;
 
@@ -183,7 +199,7 @@ struct Group {
 }
 
 /// Attention of training and anchor replay: each response's clean rows are causal; each of its blocks sees the clean rows strictly
-/// before its anchor, and itself in both directions. Responses do not see each other, nor do blocks.
+/// before its anchor, and itself by its pattern. Responses do not see each other, nor do blocks.
 ///
 /// Sorted anchors are cut into groups; a group attends to the clean rows up to its last anchor and to itself, by a small mask. At 3072
 /// clean rows and 512 anchors this computes 1.2 times the needed pairs, where one dense mask computes 7.2 times.
@@ -194,7 +210,7 @@ pub struct PackedAttention {
 
 impl PackedAttention {
     /// Builds the small masks once; all layers of a forward use them.
-    pub fn new(sequences: &[Sequence], block_size: usize, device: Device) -> Self {
+    pub fn new(sequences: &[Sequence], pattern: BlockPattern, device: Device) -> Self {
         let mut clean = Vec::new();
         let mut groups = Vec::new();
         for sequence in sequences {
@@ -205,10 +221,10 @@ impl PackedAttention {
                 .anchors
                 .chunks(GROUP)
                 .map(|anchors| {
-                    let rows = next_row..next_row + (anchors.len() * block_size) as i64;
+                    let rows = next_row..next_row + (anchors.len() * pattern.size) as i64;
                     next_row = rows.end;
                     let context = anchors.last().map_or(0, |&anchor| anchor as i64);
-                    Group { rows, context, mask: group_mask(anchors, block_size, context, device) }
+                    Group { rows, context, mask: group_mask(anchors, pattern, context, device) }
                 })
                 .collect();
             groups.push((first, of_sequence));
@@ -218,12 +234,19 @@ impl PackedAttention {
 }
 
 /// `[anchors · block, context + anchors · block]`: context before the row's own anchor, and the row's own block.
-fn group_mask(anchors: &[usize], block_size: usize, context: i64, device: Device) -> Tensor {
+fn group_mask(anchors: &[usize], pattern: BlockPattern, context: i64, device: Device) -> Tensor {
+    let (blocks, size) = (anchors.len(), pattern.size);
     let anchors_a1 = torch::index_tensor(anchors, device).unsqueeze(1);
     let sees_context = Tensor::arange(context, (Kind::Int64, device)).unsqueeze(0).lt_tensor(&anchors_a1);
-    let numbers = Tensor::arange(anchors.len() as i64, (Kind::Int64, device));
-    let sees_block = numbers.unsqueeze(1).eq_tensor(&numbers.unsqueeze(0)).repeat_interleave_self_int(block_size as i64, 1, None);
-    Tensor::cat(&[sees_context, sees_block], 1).repeat_interleave_self_int(block_size as i64, 0, None)
+    let sees_context = sees_context.repeat_interleave_self_int(size as i64, 0, None);
+    let rows = blocks * size;
+    let sees_block = |at: usize| {
+        let (query, key) = (at / rows, at % rows);
+        query / size == key / size && pattern.sees(query % size, key % size)
+    };
+    let sees_block: Vec<bool> = (0..rows * rows).map(sees_block).collect();
+    let sees_block = Tensor::from_slice(&sees_block).view([rows as i64, rows as i64]).to_device(device);
+    Tensor::cat(&[sees_context, sees_block], 1)
 }
 
 impl Attention for PackedAttention {

@@ -49,6 +49,8 @@ pub struct DrafterFile {
     pub block_size: usize,
     /// `in_place` or `next`.
     pub labels: String,
+    /// `block` or `prefix`.
+    pub anchor_sees: String,
     pub mask_token: u32,
     /// Layers removed by pruning, in the order of removal, each numbered as in the drafter before any was removed.
     pub removed_layers: Vec<usize>,
@@ -268,6 +270,7 @@ mod tests {
             kind: "d3d".to_string(),
             block_size: 8,
             labels: "next".to_string(),
+            anchor_sees: "block".to_string(),
             mask_token: 3,
             removed_layers: vec![5, 2],
             parent: None,

@@ -17,7 +17,7 @@ pub mod tensor_file;
 pub mod transformer;
 pub mod weights;
 
-pub use attention::{Attention, CachedAttention, PackedAttention, Piece, Sequence};
+pub use attention::{Attention, BlockPattern, CachedAttention, PackedAttention, Piece, Sequence};
 pub use cache::KvCache;
 pub use config::ModelConfig;
 pub use transformer::Transformer;

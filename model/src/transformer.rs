@@ -161,8 +161,9 @@ impl Transformer {
     /// RoPE tables for these positions.
     pub fn rope(&self, positions_t: &Tensor) -> Rope {
         let angles = positions_t.to_kind(Kind::Float).unsqueeze(1) * self.inverse_frequencies.unsqueeze(0);
-        let angles = Tensor::cat(&[&angles, &angles], 1).unsqueeze(1);
-        Rope { cos_t1e: angles.cos(), sin_t1e: angles.sin() }
+        let (cos, sin) = (angles.cos(), angles.sin());
+        let both = |first: &Tensor, second: &Tensor| Tensor::cat(&[first, second], 1).unsqueeze(1);
+        Rope { cos_t1e: both(&cos, &cos), sin_t1e: both(&-&sin, &sin) }
     }
 }
 
@@ -226,7 +227,7 @@ fn rms_norm(input: &Tensor, weight: &Tensor, epsilon: f64) -> Tensor {
     (wide * scale).to_kind(input.kind()) * weight
 }
 
-/// Cosines and sines `[T, 1, E]` in f32 for the rows of one forward.
+/// Cosines and sines `[T, 1, E]` in f32 for the rows of one forward; the sines of the first half are negated.
 pub struct Rope {
     cos_t1e: Tensor,
     sin_t1e: Tensor,
@@ -236,9 +237,8 @@ impl Rope {
     /// Turns each pair (i, i + E/2) of `[T, heads, E]` by its angle.
     fn turn(&self, input: &Tensor) -> Tensor {
         let wide = input.to_kind(Kind::Float);
-        let halves = wide.chunk(2, -1);
-        let rotated = Tensor::cat(&[-&halves[1], halves[0].shallow_clone()], -1);
-        (wide * &self.cos_t1e + rotated * &self.sin_t1e).to_kind(input.kind())
+        let swapped = wide.roll([wide.size()[2] / 2], [-1]);
+        (wide * &self.cos_t1e).addcmul(&swapped, &self.sin_t1e).to_kind(input.kind())
     }
 }
 

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use model::tensor_file::load_safetensors;
-use model::{CachedAttention, KvCache, PackedAttention, Piece, Sequence, Transformer, weights};
+use model::{BlockPattern, CachedAttention, KvCache, PackedAttention, Piece, Sequence, Transformer, weights};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
@@ -40,7 +40,11 @@ fn without_cache(model: &Transformer, ids_t: &Tensor) -> Tensor {
     let rows = ids_t.size()[0] as usize;
     let whole = Sequence { first_row: 0, clean: rows, anchors: Vec::new() };
     let positions_t = Tensor::arange(rows as i64, (Kind::Int64, Device::Cpu));
-    model.logits(&model.forward(ids_t, &positions_t, &mut PackedAttention::new(&[whole], 1, Device::Cpu)))
+    model.logits(&model.forward(
+        ids_t,
+        &positions_t,
+        &mut PackedAttention::new(&[whole], BlockPattern { size: 1, anchor_sees_block: true }, Device::Cpu),
+    ))
 }
 
 /// Appends `ids_t` to the cache's lane and returns their logits `[T, V]`.

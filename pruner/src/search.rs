@@ -103,7 +103,7 @@ impl<'a> Run<'a> {
     fn new(model: &'a Transformer, prepared: &'a Prepared, shape: BlockShape) -> Self {
         let batch = &prepared.batch;
         let rope = model.rope(&torch::index_tensor(&batch.positions, model.device()));
-        let attention = PackedAttention::new(&batch.sequences, shape.block_size, model.device());
+        let attention = PackedAttention::new(&batch.sequences, shape.pattern(), model.device());
         Self { model, prepared, shape, rope, attention: attention.into() }
     }
 

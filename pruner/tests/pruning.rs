@@ -24,7 +24,7 @@ use trainer::training::{Ending, Output, Plan, drafter_of, train};
 const BLOCK: usize = 4;
 
 fn shape(labels: Labels) -> BlockShape {
-    BlockShape { block_size: BLOCK, mask_token: 23, labels }
+    BlockShape { block_size: BLOCK, mask_token: 23, labels, anchor_sees_block: labels == Labels::InPlace }
 }
 
 /// Sequences with a rule that a tiny drafter can learn: each token is the one before it plus the sequence's step.

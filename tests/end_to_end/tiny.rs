@@ -48,6 +48,7 @@ init = "./model"
 block_size = 4
 dtype = "f32"
 labels = "next"
+anchor_sees = "prefix"
 mask_token = 16
 [data]
 prompts = ["prompts.jsonl"]
@@ -57,6 +58,7 @@ holdout = 0.2
 max_new_tokens = 40
 batch_rows = 6
 [train]
+objective = "target"
 anchors = 6
 learning_rate = 2e-3
 steps = 30

@@ -65,7 +65,7 @@ pub fn forward_backward(
     let ids_t = torch::ids_tensor(&batch.ids, device);
     let positions_t = torch::index_tensor(&batch.positions, device);
     let rope = model.rope(&positions_t);
-    let mut attention = PackedAttention::new(&batch.sequences, shape.block_size, device);
+    let mut attention = PackedAttention::new(&batch.sequences, shape.pattern(), device);
 
     let mut hidden_td = model.embed(&ids_t);
     let mut kept = Vec::with_capacity(model.layers.len());
@@ -88,7 +88,7 @@ pub fn forward_backward(
         Objective::Tokens => None,
         Objective::Target { target } => {
             let (ids, positions, sequences) = batch.clean_rows();
-            let mut attention = PackedAttention::new(&sequences, shape.block_size, device);
+            let mut attention = PackedAttention::new(&sequences, shape.pattern(), device);
             let hidden_td =
                 target.forward(&torch::ids_tensor(&ids, device), &torch::index_tensor(&positions, device), &mut attention);
             let how = Distillation { temperature: 1.0, margin: None };

@@ -5,7 +5,7 @@
 
 use configs::Labels;
 use data::supervision::Example;
-use model::Sequence;
+use model::{BlockPattern, Sequence};
 
 /// What a block looks like and how its slots are labelled.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -14,6 +14,8 @@ pub struct BlockShape {
     pub block_size: usize,
     pub mask_token: u32,
     pub labels: Labels,
+    /// Whether the anchor sees the masks of its block.
+    pub anchor_sees_block: bool,
 }
 
 /// A row of the forward that has a label.
@@ -44,6 +46,11 @@ pub struct Batch {
 }
 
 impl BlockShape {
+    /// Who sees whom in a block.
+    pub fn pattern(self) -> BlockPattern {
+        BlockPattern { size: self.block_size, anchor_sees_block: self.anchor_sees_block }
+    }
+
     /// The first slot that is scored, and how far the label of slot `j` lies from `anchor + j`.
     ///
     /// `in_place`: slot j predicts the token at anchor + j, slot 0 holds a known token. `next`: slot j predicts the one after.
@@ -119,7 +126,11 @@ mod tests {
 
     fn pack(labels: Labels, anchors: &[usize]) -> Batch {
         let example = Example { ids: EXAMPLE.to_vec(), prompt_length: 2 };
-        Batch::pack(&[(&example, anchors.to_vec())], BlockShape { block_size: 3, mask_token: 99, labels }, 2.0)
+        Batch::pack(
+            &[(&example, anchors.to_vec())],
+            BlockShape { block_size: 3, mask_token: 99, labels, anchor_sees_block: true },
+            2.0,
+        )
     }
 
     #[test]
@@ -154,7 +165,7 @@ mod tests {
     #[test]
     fn rows_of_several_responses_follow_each_other() {
         let example = Example { ids: EXAMPLE.to_vec(), prompt_length: 2 };
-        let shape = BlockShape { block_size: 3, mask_token: 99, labels: Labels::Next };
+        let shape = BlockShape { block_size: 3, mask_token: 99, labels: Labels::Next, anchor_sees_block: true };
         let batch = Batch::pack(&[(&example, vec![2]), (&example, vec![])], shape, 2.0);
         assert_eq!(batch.sequences[1].first_row, 9);
         assert_eq!(batch.ids.len(), 15);

@@ -86,7 +86,7 @@ mod tests {
 
     #[test]
     fn distillation_equals_autograd() {
-        let how = Distillation { temperature: 2.0, margin: 0.5 };
+        let how = Distillation { temperature: 2.0, margin: Some(0.5) };
         let teacher = gold_corrected(&logits(0.7), &labels(), 0.5) / 2.0;
         let leaf = logits(1.3).set_requires_grad(true);
         let log_student = (&leaf / 2.0).log_softmax(-1, Kind::Float);
@@ -102,7 +102,7 @@ mod tests {
         // The gold tokens lead by far, so that the correction leaves the teacher alone.
         let same = Tensor::from_slice(&[0_f32, 9.0, 1.0, 2.0, 9.0, 1.0]).view([2, 3]);
         let gold = Tensor::from_slice(&[1_i64, 1]);
-        let ours = distillation(&same, &same, &gold, Distillation { temperature: 1.0, margin: 0.5 });
+        let ours = distillation(&same, &same, &gold, Distillation { temperature: 1.0, margin: Some(0.5) });
         assert_close(&ours.loss_r, &Tensor::zeros([2], (Kind::Float, Device::Cpu)), 1e-7);
         assert_close(&ours.gradient_rv, &same.zeros_like(), 1e-7);
     }

@@ -223,7 +223,8 @@ pub fn train(
 
 /// A drafter that computes with these weights, sharing them.
 pub fn drafter_of(model: &Transformer, shape: BlockShape) -> Drafter {
-    Drafter { model: model.shallow_clone(), block_size: shape.block_size, mask_token: shape.mask_token, labels: shape.labels }
+    let BlockShape { block_size, mask_token, labels, anchor_sees_block } = shape;
+    Drafter { model: model.shallow_clone(), block_size, mask_token, labels, anchor_sees_block }
 }
 
 /// The responses and anchors of a step: a function of seed and step alone.

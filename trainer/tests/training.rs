@@ -26,7 +26,7 @@ fn config(model_type: &str, tied: bool) -> ModelConfig {
 }
 
 fn shape(labels: Labels) -> BlockShape {
-    BlockShape { block_size: 4, mask_token: 39, labels }
+    BlockShape { block_size: 4, mask_token: 39, labels, anchor_sees_block: labels == Labels::InPlace }
 }
 
 fn examples() -> Vec<Example> {
@@ -41,11 +41,18 @@ fn batch(labels: Labels) -> Batch {
 }
 
 /// Total loss of the plain formulation: all logits at once, autograd through everything.
-fn plain_loss(model: &Transformer, batch: &Batch, teacher: Option<(&Transformer, Distillation)>, ar_weight: f64) -> Tensor {
+fn plain_loss(
+    model: &Transformer,
+    batch: &Batch,
+    labels: Labels,
+    teacher: Option<(&Transformer, Distillation)>,
+    ar_weight: f64,
+) -> Tensor {
     let ids_t = torch::ids_tensor(&batch.ids, Device::Cpu);
     let positions_t = torch::index_tensor(&batch.positions, Device::Cpu);
-    let hidden =
-        |model: &Transformer| model.forward(&ids_t, &positions_t, &mut PackedAttention::new(&batch.sequences, 4, Device::Cpu));
+    let hidden = |model: &Transformer| {
+        model.forward(&ids_t, &positions_t, &mut PackedAttention::new(&batch.sequences, shape(labels).pattern(), Device::Cpu))
+    };
     let logits = model.logits(&hidden(model));
     let rows = |rows: &[trainer::batch::LabelledRow]| {
         (
@@ -95,7 +102,7 @@ fn the_layer_wise_chunked_gradient_equals_autograds() {
         let model = Transformer::random(config(model_type, tied), 3, Kind::Float);
         let batch = batch(labels);
         let reference = Parameters::new(&model, Kind::Float);
-        let loss = plain_loss(&reference.model, &batch, None, 0.7);
+        let loss = plain_loss(&reference.model, &batch, labels, None, 0.7);
         let plain = plain_gradient(&reference, &loss);
         for (chunk_rows, recompute) in [(1, true), (5, false), (1000, true)] {
             let parameters = Parameters::new(&model, Kind::Float);
@@ -114,7 +121,7 @@ fn the_distillation_gradient_equals_autograds() {
     let how = Distillation { temperature: 1.5, margin: Some(0.5) };
     let batch = batch(Labels::Next);
     let reference = Parameters::new(&model, Kind::Float);
-    let loss = plain_loss(&reference.model, &batch, Some((&teacher, how)), 1.0);
+    let loss = plain_loss(&reference.model, &batch, Labels::Next, Some((&teacher, how)), 1.0);
     let plain = plain_gradient(&reference, &loss);
     let parameters = Parameters::new(&model, Kind::Float);
     let settings = LossSettings { ar_weight: 1.0, chunk_rows: 7, recompute: true };
@@ -133,7 +140,7 @@ fn the_gradient_towards_the_targets_distribution_equals_autograds() {
         let reference = Parameters::new(&model, Kind::Float);
         let (ids_t, positions_t) =
             (torch::ids_tensor(&batch.ids, Device::Cpu), torch::index_tensor(&batch.positions, Device::Cpu));
-        let mut attention = PackedAttention::new(&batch.sequences, 4, Device::Cpu);
+        let mut attention = PackedAttention::new(&batch.sequences, shape(labels).pattern(), Device::Cpu);
         let log_student =
             reference.model.logits(&reference.model.forward(&ids_t, &positions_t, &mut attention)).log_softmax(-1, Kind::Float);
         // The target reads each response by itself.
@@ -142,7 +149,8 @@ fn the_gradient_towards_the_targets_distribution_equals_autograds() {
             let ids_t = ids_t.narrow(0, sequence.first_row as i64, sequence.clean as i64);
             let positions_t = Tensor::arange(sequence.clean as i64, (Kind::Int64, Device::Cpu));
             let alone = model::Sequence { first_row: 0, clean: sequence.clean, anchors: Vec::new() };
-            let hidden = target.forward(&ids_t, &positions_t, &mut PackedAttention::new(&[alone], 4, Device::Cpu));
+            let hidden =
+                target.forward(&ids_t, &positions_t, &mut PackedAttention::new(&[alone], shape(labels).pattern(), Device::Cpu));
             by_row.push(target.logits(&hidden).softmax(-1, Kind::Float).detach());
         }
         let taught = Tensor::cat(&by_row, 0);

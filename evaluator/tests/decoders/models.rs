@@ -30,7 +30,9 @@ pub(crate) fn noisy_drafter(target: &Transformer, noise: f64, block_size: usize,
     });
     drop(weights);
     let mask_token = target.config.vocab_size as u32 - 1;
-    Drafter { model: model.unwrap(), block_size, mask_token, labels }
+    // Both kinds, whatever the labels.
+    let anchor_sees_block = (seed / 2).is_multiple_of(2);
+    Drafter { model: model.unwrap(), block_size, mask_token, labels, anchor_sees_block }
 }
 
 /// `count` prompts of 1 to 6 tokens.
@@ -67,7 +69,8 @@ pub(crate) fn fresh_block(drafter: &Drafter, prefix: &[u32], anchor: u32) -> Ten
     let ids: Vec<u32> = prefix.iter().copied().chain([anchor]).chain(masks).collect();
     let (size, block) = (ids.len() as i64, drafter.block_size as i64);
     let mask = Tensor::ones([size, size], (Kind::Bool, Device::Cpu)).tril(0);
-    let _ = mask.narrow(0, size - block, block).fill_(1);
+    let all_but_the_anchor = if drafter.anchor_sees_block { block } else { block - 1 };
+    let _ = mask.narrow(0, size - all_but_the_anchor, all_but_the_anchor).fill_(1);
     fresh(&drafter.model, &ids, mask).narrow(0, size - block, block)
 }
 

@@ -2,8 +2,8 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-use model::Transformer;
 use model::config::{ModelConfig, RopeScaling, architecture_of};
+use model::{BlockPattern, Transformer};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use tch::{Kind, Tensor};
@@ -65,7 +65,8 @@ impl Random {
     }
 
     pub(crate) fn block_shape(&mut self, model: &Transformer) -> BlockShape {
-        BlockShape { size: self.between(2, 8), mask_token: model.config.vocab_size as u32 - 1 }
+        let pattern = BlockPattern { size: self.between(2, 8), anchor_sees_block: self.pick(&[false, true]) };
+        BlockShape { size: pattern.size, pattern, mask_token: model.config.vocab_size as u32 - 1 }
     }
 }
 
@@ -73,6 +74,7 @@ impl Random {
 #[derive(Clone, Copy)]
 pub(crate) struct BlockShape {
     pub(crate) size: usize,
+    pub(crate) pattern: BlockPattern,
     pub(crate) mask_token: u32,
 }
 

@@ -22,14 +22,16 @@ impl Work {
         let rows = first_row..first_row + size;
         match (clean, self.blocks.len()) {
             (_, 0) => Piece::causal(self.lane, rows, Device::Cpu),
-            (0, 1) => Piece::block(self.lane, rows),
+            (0, 1) if shape.pattern.anchor_sees_block => Piece::block(self.lane, rows),
             _ => {
                 let block_of = |row: usize| (row >= clean).then(|| (row - clean) / shape.size);
                 let sees = |query: usize, key: usize| match (block_of(query), block_of(key)) {
                     (None, None) => key <= query,
                     (None, Some(_)) => false,
                     (Some(block), None) => key < self.blocks[block].1,
-                    (Some(own), Some(other)) => own == other,
+                    (Some(own), Some(other)) => {
+                        own == other && shape.pattern.sees((query - clean) % shape.size, (key - clean) % shape.size)
+                    }
                 };
                 Piece { lane: self.lane, rows, mask: Some(DenseAttention::new(size, sees).visible_tt) }
             }
@@ -80,13 +82,13 @@ fn a_pack_behind_a_cache_equals_a_fresh_forward_for_each_continuation() {
                 let held = text.len();
                 let whole = [&text[..], &clean].concat();
                 if !clean.is_empty() {
-                    let expected = rows_of(&fresh(&model, &whole, &[]), held, clean.len());
+                    let expected = rows_of(&fresh(&model, &whole), held, clean.len());
                     assert_close(&rows_of(&found, row, clean.len()), &expected, "clean rows");
                 }
                 row += clean.len();
                 packs += usize::from(!clean.is_empty() && blocks.len() > 1);
                 for (anchor, context) in blocks {
-                    let expected = fresh_block(&model, &whole[..held + context], &shape.ids(anchor));
+                    let expected = fresh_block(&model, &whole[..held + context], anchor, shape);
                     let what = format!("round {round}, block with {context} of {} clean tokens", clean.len());
                     assert_close(&rows_of(&found, row, shape.size), &expected, &what);
                     row += shape.size;
@@ -123,7 +125,7 @@ fn chunks_single_steps_rejections_and_moves_equal_one_causal_forward() {
             .map(|_| {
                 let length = random.between(1, 30);
                 let text = random.ids(length, &model);
-                Feed { expected: fresh(&model, &text, &[]), text, fed: 0 }
+                Feed { expected: fresh(&model, &text), text, fed: 0 }
             })
             .collect();
         let mut cache = KvCache::new(&model.config, running.len(), 36, Kind::Float, Device::Cpu);

@@ -4,6 +4,8 @@
 use model::{Attention, Transformer};
 use tch::{Device, Kind, Tensor};
 
+use crate::cases::BlockShape;
+
 /// Of logits in f32, and of gradients relative to the largest one of their parameter.
 pub(crate) const TOLERANCE: f64 = 1e-4;
 
@@ -50,16 +52,20 @@ pub(crate) fn logits(model: &Transformer, ids: &[u32], positions: &[usize], atte
     model.logits(&model.forward(&ids_t, &positions_t, attention))
 }
 
-/// Logits `[T, V]` of a forward of its own: `prefix` causal, then `block`, which sees all of the prefix and itself in both directions.
-pub(crate) fn fresh(model: &Transformer, prefix: &[u32], block: &[u32]) -> Tensor {
-    let ids = [prefix, block].concat();
+/// Logits `[T, V]` of a causal forward of its own.
+pub(crate) fn fresh(model: &Transformer, ids: &[u32]) -> Tensor {
     let positions: Vec<usize> = (0..ids.len()).collect();
-    let mut attention = DenseAttention::new(ids.len(), |query, key| key <= query || query >= prefix.len());
-    logits(model, &ids, &positions, &mut attention)
+    logits(model, ids, &positions, &mut DenseAttention::new(ids.len(), |query, key| key <= query))
 }
 
-pub(crate) fn fresh_block(model: &Transformer, prefix: &[u32], block: &[u32]) -> Tensor {
-    fresh(model, prefix, block).narrow(0, prefix.len() as i64, block.len() as i64)
+/// Logits `[B, V]` of a block in a forward of its own: `prefix` causal, then the block, which sees all of the prefix; its masks see the
+/// whole block, its anchor by the pattern.
+pub(crate) fn fresh_block(model: &Transformer, prefix: &[u32], anchor: u32, shape: BlockShape) -> Tensor {
+    let ids = [prefix, &shape.ids(anchor)].concat();
+    let positions: Vec<usize> = (0..ids.len()).collect();
+    let first_mask = prefix.len() + if shape.pattern.anchor_sees_block { 0 } else { 1 };
+    let mut attention = DenseAttention::new(ids.len(), |query, key| key <= query || query >= first_mask);
+    logits(model, &ids, &positions, &mut attention).narrow(0, prefix.len() as i64, shape.size as i64)
 }
 
 pub(crate) fn difference(found: &Tensor, expected: &Tensor) -> f64 {

@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 
-use model::{PackedAttention, Sequence, Transformer};
+use model::{BlockPattern, PackedAttention, Sequence, Transformer};
 use tch::{Device, Kind, Tensor};
 
 use crate::cases::{BlockShape, Random, for_each_case};
@@ -59,7 +59,7 @@ impl Packed {
     }
 
     fn logits(&self, model: &Transformer) -> Tensor {
-        let mut attention = PackedAttention::new(&self.sequences, self.shape.size, Device::Cpu);
+        let mut attention = PackedAttention::new(&self.sequences, self.shape.pattern, Device::Cpu);
         logits(model, &self.ids, &self.positions(), &mut attention)
     }
 
@@ -80,15 +80,17 @@ impl Packed {
     }
 }
 
-/// Responses apart; clean rows causal; a block sees the clean rows strictly before its anchor, and itself in both directions.
-fn sees(query: Row, key: Row) -> bool {
-    query.response == key.response
-        && match (query.block, key.block) {
-            (None, None) => key.position <= query.position,
-            (None, Some(_)) => false,
-            (Some(anchor), None) => key.position < anchor,
-            (Some(own), Some(other)) => own == other,
-        }
+/// Responses apart; clean rows causal; a block sees the clean rows strictly before its anchor, and itself by its pattern.
+fn sees(pattern: BlockPattern) -> impl Fn(Row, Row) -> bool {
+    move |query, key| {
+        query.response == key.response
+            && match (query.block, key.block) {
+                (None, None) => key.position <= query.position,
+                (None, Some(_)) => false,
+                (Some(anchor), None) => key.position < anchor,
+                (Some(own), Some(other)) => own == other && pattern.sees(query.position - own, key.position - other),
+            }
+    }
 }
 
 impl Random {
@@ -138,17 +140,17 @@ fn a_packed_training_forward_equals_a_fresh_forward_for_each_block_and_response(
         assert!(found.std(false).double_value(&[]) > 0.3);
         for (response, sequence) in packed.responses.iter().zip(&packed.sequences) {
             let clean = rows_of(&found, sequence.first_row, sequence.clean);
-            assert_close(&clean, &fresh(&model, response.clean(), &[]), "clean rows");
+            assert_close(&clean, &fresh(&model, response.clean()), "clean rows");
             without_blocks += usize::from(sequence.anchors.is_empty());
             several_groups += usize::from(sequence.anchors.len() > 16);
         }
         for (number, anchor, first_row) in packed.blocks() {
             let text = &packed.responses[number].text;
-            let expected = fresh_block(&model, &text[..anchor], &packed.shape.ids(text[anchor]));
+            let expected = fresh_block(&model, &text[..anchor], text[anchor], packed.shape);
             let what = format!("block of anchor {anchor} of response {number}");
             assert_close(&rows_of(&found, first_row, packed.shape.size), &expected, &what);
         }
-        assert_close(&found, &packed.dense_logits(&model, &packed.positions(), sees), "all rows");
+        assert_close(&found, &packed.dense_logits(&model, &packed.positions(), sees(packed.shape.pattern)), "all rows");
     });
     assert!(without_blocks > 5 && several_groups > 5, "{without_blocks} and {several_groups}");
 }
@@ -165,20 +167,22 @@ fn wrong_masks_and_positions_are_clearly_seen() {
         let positions = packed.positions();
         let shifted: Vec<usize> = packed.rows.iter().map(|row| row.position + usize::from(row.block.is_some())).collect();
         let sees_anchor_row = |query: Row, key: Row| {
-            sees(query, key)
+            sees(packed.shape.pattern)(query, key)
                 || query.response == key.response
                     && key.block.is_none()
                     && query.block.is_some_and(|anchor| key.position <= anchor)
         };
         let causal_block = |query: Row, key: Row| {
-            sees(query, key) && (query.block.is_none() || key.block.is_none() || key.position <= query.position)
+            sees(packed.shape.pattern)(query, key)
+                && (query.block.is_none() || key.block.is_none() || key.position <= query.position)
         };
         let sees_other_blocks = |query: Row, key: Row| {
-            sees(query, key) || query.response == key.response && query.block.is_some() && key.block.is_some()
+            sees(packed.shape.pattern)(query, key)
+                || query.response == key.response && query.block.is_some() && key.block.is_some()
         };
         let wrong = [
             ("a block sees the clean row of its anchor", packed.dense_logits(&model, &positions, sees_anchor_row)),
-            ("a block's positions are one too high", packed.dense_logits(&model, &shifted, sees)),
+            ("a block's positions are one too high", packed.dense_logits(&model, &shifted, sees(packed.shape.pattern))),
             ("a block is causal", packed.dense_logits(&model, &positions, causal_block)),
             ("a block sees the other blocks", packed.dense_logits(&model, &positions, sees_other_blocks)),
         ];
@@ -208,7 +212,8 @@ fn gradients_of_a_packed_training_forward_equal_the_dense_ones() {
         let packed = random.packed(&model);
         let parameters = model.named_parameters();
         let leaves: Vec<&Tensor> = parameters.iter().map(|(_, leaf)| *leaf).collect();
-        let (found, dense) = (packed.logits(&model), packed.dense_logits(&model, &packed.positions(), sees));
+        let (found, dense) =
+            (packed.logits(&model), packed.dense_logits(&model, &packed.positions(), sees(packed.shape.pattern)));
         let projection = random.projection(&found);
         let gradients = |logits: &Tensor| {
             let projected = (logits * &projection).sum(Kind::Float);
