@@ -165,7 +165,8 @@ fn a_planted_useless_layer_is_found_and_its_removal_costs_nothing() {
     assert_eq!((layer, before), (2, after));
     for event in &events {
         if let Event::TauLoss(loss) = event {
-            assert_eq!(loss.tau_loss == 0.0, loss.layer == 2, "{loss:?}");
+            // Others may lose nothing on the whole, but not on every resampling.
+            assert_eq!((loss.tau_loss, loss.low, loss.high) == (0.0, 0.0, 0.0), loss.layer == 2, "{loss:?}");
         }
     }
     let (model, file) = model::checkpoint::load(&folder.path().join("layers-03"), Kind::Float, tch::Device::Cpu).unwrap();
