@@ -188,11 +188,16 @@ fn wrong_masks_and_positions_are_clearly_seen() {
         ];
         for (number, anchor, first_row) in packed.blocks() {
             let response = &packed.responses[number];
-            let least_causal = if packed.shape.pattern.anchor_sees_block { 2 } else { 3 };
-            // Without context a shift of all of a block's positions changes nothing, as RoPE is relative; in the smallest blocks being
-            // causal takes a single key from a single row, which need not matter.
-            let touches =
-                [anchor < response.clean().len(), anchor > 0, packed.shape.size > least_causal, response.anchors.len() > 1];
+            // An anchor that does not see its block is its clean row over again, so seeing both only weighs it double. Without context a
+            // shift of all of a block's positions changes nothing, as RoPE is relative. In the smallest blocks being causal takes a single
+            // key from a single row, which need not matter.
+            let whole = packed.shape.pattern.anchor_sees_block;
+            let touches = [
+                whole && anchor < response.clean().len(),
+                anchor > 0,
+                packed.shape.size > if whole { 2 } else { 3 },
+                response.anchors.len() > 1,
+            ];
             for (index, (fault, wrong)) in wrong.iter().enumerate().filter(|&(index, _)| touches[index]) {
                 let rows = |logits: &Tensor| rows_of(logits, first_row, packed.shape.size);
                 let difference = difference(&rows(&found), &rows(wrong));
