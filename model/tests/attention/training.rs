@@ -188,14 +188,14 @@ fn wrong_masks_and_positions_are_clearly_seen() {
         ];
         for (number, anchor, first_row) in packed.blocks() {
             let response = &packed.responses[number];
-            // An anchor that does not see its block is its clean row over again, so seeing both only weighs it double. Without context a
-            // shift of all of a block's positions changes nothing, as RoPE is relative. In the smallest blocks being causal takes a single
-            // key from a single row, which need not matter.
+            // An anchor that does not see its block is its clean row over again, so seeing both only weighs it double; and then only
+            // masks, which are alike, can tell whether the block is causal. In a block of two that takes a single key from a single row,
+            // which need not matter either. Without context a shift of all of a block's positions changes nothing, as RoPE is relative.
             let whole = packed.shape.pattern.anchor_sees_block;
             let touches = [
                 whole && anchor < response.clean().len(),
                 anchor > 0,
-                packed.shape.size > if whole { 2 } else { 3 },
+                whole && packed.shape.size > 2,
                 response.anchors.len() > 1,
             ];
             for (index, (fault, wrong)) in wrong.iter().enumerate().filter(|&(index, _)| touches[index]) {
