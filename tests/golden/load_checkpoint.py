@@ -2,8 +2,8 @@
 
     python load_checkpoint.py FOLDER TEXT
 
-Prints {"ids": token ids of TEXT, "logits": of the last position, "missing", "unexpected" and "mismatched": weights}; exits with 3 when transformers
-is not installed.
+Prints {"ids": token ids of TEXT, "logits": of the last position, "missing", "unexpected" and "mismatched": weights}; exits with 3 when
+transformers is not installed.
 """
 
 import json
