@@ -19,7 +19,7 @@ pub(crate) fn check(mut recipe: Recipe) -> anyhow::Result<()> {
     println!("# target: {}", describe(&target, target_kind));
     println!("# drafter: {}", describe(&drafter, drafter_kind));
     let train = &recipe.train;
-    let block_rows = train.batch_responses * train.anchors * recipe.drafter.block_size;
+    let block_rows = train.batch_responses.saturating_mul(train.anchors).saturating_mul(recipe.drafter.block_size);
     println!(
         "# training: {} steps, up to {} clean tokens and {block_rows} block rows a step",
         train.steps,

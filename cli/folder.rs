@@ -49,15 +49,15 @@ impl RunFolder {
             .with_context(|| format!("cannot write `{}`", path.display()))
     }
 
-    /// The day that chat templates are told, which is the run's first: another day would be another prompt.
-    pub(crate) fn date(&self) -> anyhow::Result<String> {
+    /// The day that chat templates are told: the run's first, which is `today` when the run has none yet. Another day would be another
+    /// prompt.
+    pub(crate) fn date(&self, today: &str) -> anyhow::Result<String> {
         let path = self.path.join(".date");
         if let Ok(date) = fs::read_to_string(&path) {
             return Ok(date);
         }
-        let today = data::chat::today();
         data::files::write_atomically(&path, today.as_bytes()).with_context(|| format!("cannot write `{}`", path.display()))?;
-        Ok(today)
+        Ok(today.to_string())
     }
 
     /// A stage's folder, created where it is absent.

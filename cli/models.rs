@@ -23,17 +23,17 @@ pub(crate) struct Text {
 }
 
 impl Text {
-    /// From a model folder or a GGUF file. Templates that ask for the date are told `date`, else today's.
-    pub(crate) fn load(model: &str, date: Option<&str>) -> anyhow::Result<Self> {
+    /// From a model folder or a GGUF file.
+    pub(crate) fn load(model: &str) -> anyhow::Result<Self> {
         let path = local_model(model)?;
         if path.is_dir() {
             let special = SpecialTokens::from_configuration(&path.join("tokenizer_config.json"))?;
             let tokenizer = Tokenizer::from_file(&path.join("tokenizer.json"))?;
-            return Ok(Self { tokenizer, special, template: dated(ChatTemplate::from_folder(&path)?, date)? });
+            return Ok(Self { tokenizer, special, template: ChatTemplate::from_folder(&path)? });
         }
         let gguf = GgufFile::open(&path)?;
         let (tokenizer, special) = (Tokenizer::from_gguf(&gguf)?, SpecialTokens::from_gguf(&gguf));
-        Ok(Self { tokenizer, special, template: dated(ChatTemplate::from_gguf(&gguf)?, date)? })
+        Ok(Self { tokenizer, special, template: ChatTemplate::from_gguf(&gguf)? })
     }
 
     /// A chat as the target's prompt: its text and its ids.
@@ -45,19 +45,8 @@ impl Text {
 
     /// The text files of a checkpoint.
     pub(crate) fn files(&self) -> TextFiles {
-        TextFiles {
-            tokenizer: self.tokenizer.to_json().to_string(),
-            tokenizer_config: self.special.to_configuration(self.template.source()),
-            generation_config: None,
-        }
+        TextFiles::new(&self.tokenizer, &self.special, &self.template)
     }
-}
-
-fn dated(template: ChatTemplate, date: Option<&str>) -> anyhow::Result<ChatTemplate> {
-    Ok(match date {
-        Some(date) => template.with_date(date)?,
-        None => template,
-    })
 }
 
 /// The shape of a model named in a recipe, without its weights.
@@ -150,7 +139,7 @@ pub(crate) fn check_shapes(recipe: &Recipe) -> anyhow::Result<(ModelConfig, Mode
             init.vocab_size
         ));
     }
-    if target.eos_token_id.contains(&mask_token) || Text::load(&recipe.target.model, None)?.tokenizer.is_ordinary(mask_token) {
+    if target.eos_token_id.contains(&mask_token) || Text::load(&recipe.target.model)?.tokenizer.is_ordinary(mask_token) {
         return bad(format!(
             "`drafter.mask_token` {mask_token} stands for text or ends a response in `target.model`; choose a special token that chats do \
              not use, or an id beyond the tokenizer's but below the {} embedding rows",

@@ -88,7 +88,9 @@ impl Context<'_> {
 
     /// The target's tokenizer and chat template, with the run's date.
     pub(crate) fn text(&self) -> anyhow::Result<Text> {
-        Text::load(&self.recipe.target.model, Some(&self.run.date()?))
+        let text = Text::load(&self.recipe.target.model)?;
+        let date = self.run.date(&text.template.date())?;
+        Ok(Text { template: text.template.with_date(&date)?, ..text })
     }
 
     /// Whether the user asked to stop.

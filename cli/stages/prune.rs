@@ -4,8 +4,7 @@ use model::checkpoint;
 use pruner::pruning::{self, Progress, Settings, layers_name, recovery_name};
 use serde_json::{Map, json};
 use trainer::objective::Distillation;
-use trainer::state;
-use trainer::training::{Ending, Plan, step_name};
+use trainer::training::{Ending, Plan, resumed_step, step_name};
 
 use super::train::{describe, plan, responses, rewind_metrics, sinks};
 use super::{Context, Stage, Status};
@@ -63,9 +62,8 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
     // The recovery under way says from which step its metrics go on; those of finished ones stay, those of an earlier start go.
     let depths = teacher.layers.len() - remove..teacher.layers.len();
     for depth in depths.filter(|&depth| !context.folder.join(layers_name(depth)).exists()) {
-        let latest = context.folder.join(recovery_name(depth)).join(checkpoint::LATEST);
-        let resumed = if latest.join(state::FOLDER).exists() { checkpoint::load_drafter_file(&latest)?.step } else { 0 };
-        rewind_metrics(context, &recovery_name(depth), resumed)?;
+        let name = recovery_name(depth);
+        rewind_metrics(context, &name, resumed_step(&context.folder.join(&name))?)?;
     }
     let mut sinks = sinks(context)?;
 

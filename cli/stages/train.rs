@@ -14,7 +14,7 @@ use trainer::backward::{LossSettings, Objective};
 use trainer::metrics::{JsonLines, Sinks, TensorBoard};
 use trainer::optimiser::AdamWSettings;
 use trainer::state;
-use trainer::training::{Ending, Output, Plan, StepReport, saved_steps, step_name, train};
+use trainer::training::{Ending, Output, Plan, StepReport, resumed_step, saved_steps, step_name, train};
 
 use super::{Context, Stage, Status};
 use crate::models;
@@ -121,7 +121,7 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
     ));
 
     let latest = context.folder.join(checkpoint::LATEST);
-    let resumed = if latest.join(state::FOLDER).exists() { checkpoint::load_drafter_file(&latest)?.step } else { 0 };
+    let resumed = resumed_step(&context.folder)?;
     if resumed == 0 && fs::symlink_metadata(&latest).is_ok() {
         anyhow::bail!(
             "`{}` has no `{}` to go on from; put it back, or begin again with `drafthorse run RECIPE --restart train`",

@@ -219,6 +219,21 @@ fn every_key_changes_the_recipe() {
     }
 }
 
+#[test]
+fn an_automatic_dtype_is_what_the_run_had_else_what_is_chosen_for_the_device() {
+    let folder = Folder::new();
+    let begun = |stored: &str, overrides: &[&str]| {
+        let mut recipe = folder.load(MINIMAL, overrides).unwrap();
+        recipe.settle_dtypes(stored, |device| if device == "cpu" { Dtype::F32 } else { Dtype::Bf16 });
+        (recipe.target.dtype, recipe.drafter.dtype)
+    };
+    assert_eq!(begun("", &["devices.drafter=cuda:0"]), (Dtype::F32, Dtype::Bf16));
+    let stored = "[target]\ndtype = \"bf16\"\n[drafter]\ndtype = \"bf16\"\n";
+    assert_eq!(begun(stored, &[]), (Dtype::Bf16, Dtype::Bf16));
+    assert_eq!(begun(stored, &["drafter.dtype=f32"]), (Dtype::Bf16, Dtype::F32));
+    assert_eq!(begun("not TOML", &[]), (Dtype::F32, Dtype::F32));
+}
+
 /// Every field of a recipe as (key path, value).
 fn flattened(recipe: &Recipe) -> Vec<(String, String)> {
     let names = "name seed target drafter data regenerate train prune evaluate devices";

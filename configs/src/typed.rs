@@ -267,21 +267,22 @@ impl FromToml for f64 {
     }
 }
 
-/// Whole numbers stay within what a TOML integer is sure to hold, so that a resolved recipe can be written.
+/// Whole numbers stay within what a TOML integer is sure to hold, so that a resolved recipe can be written; counts also within what
+/// can be added and multiplied without a second thought.
 macro_rules! whole_number {
-    ($type:ty, $one:literal) => {
+    ($type:ty, $most:expr, $one:literal) => {
         impl FromToml for $type {
             const ONE: &'static str = $one;
             const LIST: &'static str = "a list of whole numbers of at least 0";
             fn from_toml(value: &Spanned<DeValue>, _: &Arc<Source>) -> Option<Self> {
-                integer(value.get_ref())?.try_into().ok()
+                integer(value.get_ref())?.try_into().ok().filter(|&number| number <= $most)
             }
         }
     };
 }
-whole_number!(usize, "a whole number of at least 0");
-whole_number!(u64, "a whole number of at least 0");
-whole_number!(u32, "a whole number from 0 to 4294967295");
+whole_number!(usize, 1_000_000_000, "a whole number from 0 to 1000000000");
+whole_number!(u64, <u64>::MAX, "a whole number of at least 0");
+whole_number!(u32, <u32>::MAX, "a whole number from 0 to 4294967295");
 
 fn integer(value: &DeValue) -> Option<i64> {
     let integer = value.as_integer()?;

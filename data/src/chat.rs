@@ -209,11 +209,6 @@ fn refusal(error: &Error) -> Option<&str> {
 }
 
 /// The function `strftime_now` of templates. Its time of day is always midnight, so that the date alone says what it gives.
-/// Today's date here, as [`ChatTemplate::with_date`] takes it.
-pub fn today() -> String {
-    chrono::Local::now().date_naive().to_string()
-}
-
 fn strftime_now(date: NaiveDate) -> impl Fn(&str) -> Result<String, Error> {
     use std::fmt::Write;
     let midnight: DateTime<Utc> = date.and_time(NaiveTime::MIN).and_utc();

@@ -273,6 +273,19 @@ near-ties: they part only where the target's best tokens are tied but for roundi
     }
 
     #[test]
+    fn near_ties_are_told_from_faults() {
+        let told = |divergences: usize, near_ties: usize| {
+            let mut score = score("step-1", 30, 25.0, false);
+            let figures = &mut score["decoders"]["asynchronous"]["benchmarks"]["stories"];
+            figures["first_divergences"] = json!(vec![json!({}); divergences]);
+            figures["near_ties"] = json!(near_ties);
+            grid(&[score]).rows[0].concat()
+        };
+        assert!(told(2, 2).ends_with("near-ties"));
+        assert!(told(2, 1).ends_with("no") && told(0, 0).ends_with("no"));
+    }
+
+    #[test]
     fn a_name_cannot_break_the_line() {
         assert_eq!(grid(&[score("a\n\u{1b}[31mb", 1, 1.0, true)]).rows[0][0], "a\u{fffd}\u{fffd}[31mb");
     }

@@ -7,6 +7,8 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
+use data::chat::ChatTemplate;
+use data::tokenizer::{SpecialTokens, Tokenizer};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
@@ -76,6 +78,17 @@ pub struct TextFiles {
     pub tokenizer_config: String,
     /// `generation_config.json`, where the model has one.
     pub generation_config: Option<String>,
+}
+
+impl TextFiles {
+    /// From what reads and writes the model's text.
+    pub fn new(tokenizer: &Tokenizer, special: &SpecialTokens, template: &ChatTemplate) -> Self {
+        Self {
+            tokenizer: tokenizer.to_json().to_string(),
+            tokenizer_config: special.to_configuration(template.source()),
+            generation_config: None,
+        }
+    }
 }
 
 /// Writes a checkpoint under `folder`, its weights as `kind`, replacing an older one of that name.

@@ -57,11 +57,7 @@ fn checkpoints_load_in_transformers_with_the_same_tokens_and_logits() {
     let gguf = GgufFile::open(&root().join(".models/SmolLM2-135M-Instruct.Q4_1.gguf")).expect("run `make setup` first");
     let tokenizer = Tokenizer::from_gguf(&gguf).unwrap();
     let template = ChatTemplate::from_gguf(&gguf).unwrap();
-    let files = TextFiles {
-        tokenizer: tokenizer.to_json().to_string(),
-        tokenizer_config: SpecialTokens::from_gguf(&gguf).to_configuration(template.source()),
-        generation_config: None,
-    };
+    let files = TextFiles::new(&tokenizer, &SpecialTokens::from_gguf(&gguf), &template);
     for (model_type, tied, kind) in [("llama", true, Kind::Float), ("qwen3", false, Kind::BFloat16)] {
         let config = serde_json::json!({"model_type": model_type, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 49152, "tie_word_embeddings": tied,

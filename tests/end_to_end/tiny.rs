@@ -17,11 +17,7 @@ pub(crate) fn write(folder: &Path) {
     let gguf = GgufFile::open(&super::root().join(".models/SmolLM2-135M-Instruct.Q4_1.gguf")).expect("run `make setup` first");
     let tokenizer = Tokenizer::from_gguf(&gguf).unwrap();
     let template = ChatTemplate::from_gguf(&gguf).unwrap();
-    let files = TextFiles {
-        tokenizer: tokenizer.to_json().to_string(),
-        tokenizer_config: SpecialTokens::from_gguf(&gguf).to_configuration(template.source()),
-        generation_config: None,
-    };
+    let files = TextFiles::new(&tokenizer, &SpecialTokens::from_gguf(&gguf), &template);
     let config = serde_json::json!({"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": LAYERS,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 49152, "tie_word_embeddings": true,
         "eos_token_id": 2});

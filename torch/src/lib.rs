@@ -109,8 +109,8 @@ pub fn set_num_threads(threads: usize) {
 
 /// Tells the C library to keep freed memory for the next tensor instead of giving it back to the system.
 ///
-/// By default every tensor above some size is mapped afresh, and the kernel clears each of its pages again: a tenth of a training
-/// step. To be called once, before the first tensor. Does nothing where the C library is not glibc.
+/// By default every tensor above some size is mapped afresh, and the kernel clears each of its pages again: 7 % of a training step of
+/// the quickstart (5.9 against 5.5 s). To be called once, before the first tensor. Does nothing where the C library is not glibc.
 pub fn keep_freed_memory() {
     #[cfg(target_env = "gnu")]
     {

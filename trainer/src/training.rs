@@ -130,6 +130,15 @@ pub fn saved_steps(folder: &Path) -> Vec<u64> {
     steps
 }
 
+/// The step that training in `folder` goes on after; 0 when it has no state to go on from.
+///
+/// # Errors
+/// A checkpoint with a state whose description cannot be read.
+pub fn resumed_step(folder: &Path) -> Result<u64, CheckpointError> {
+    let latest = folder.join(LATEST);
+    if latest.join(state::FOLDER).exists() { Ok(checkpoint::load_drafter_file(&latest)?.step) } else { Ok(0) }
+}
+
 /// Trains `start` (or goes on from the latest checkpoint with a state in `output.folder`) to the end of the plan.
 ///
 /// Saves at `save_every`, at the end and when `stop` is set; `report` sees every step after its metrics were recorded.

@@ -31,12 +31,12 @@ fn wrong_types_are_named() {
     let folder = Folder::new();
     assert_eq!(
         folder.message_with("steps = \"many\""),
-        "recipe.toml:15:9: `train.steps` must be a whole number of at least 0, not the string `\"many\"`\n\
+        "recipe.toml:15:9: `train.steps` must be a whole number from 0 to 1000000000, not the string `\"many\"`\n\
          15 | steps = \"many\"\n   |         ^^^^^^"
     );
     for (line, says) in [
-        ("steps = -1", "`train.steps` must be a whole number of at least 0, not the integer `-1`"),
-        ("steps = 1.5", "`train.steps` must be a whole number of at least 0, not the float `1.5`"),
+        ("steps = -1", "`train.steps` must be a whole number from 0 to 1000000000, not the integer `-1`"),
+        ("steps = 1.5", "`train.steps` must be a whole number from 0 to 1000000000, not the float `1.5`"),
         (
             "mask_token = 4294967296",
             "`drafter.mask_token` must be a whole number from 0 to 4294967295, not the integer `4294967296`",
@@ -67,13 +67,13 @@ fn missing_keys_are_asked_for() {
     let folder = Folder::new();
     assert_eq!(
         folder.message(&MINIMAL.replace("steps = 65\n", ""), &[]),
-        "recipe.toml:14:1: missing key `train.steps`; add `steps = …` under `[train]`, a whole number of at least 0\n\
+        "recipe.toml:14:1: missing key `train.steps`; add `steps = …` under `[train]`, a whole number from 0 to 1000000000\n\
          14 | [train]\n   | ^^^^^^^"
     );
     assert_eq!(folder.message("", &[]), "recipe.toml: missing key `name`; add `name = …` at the top, a string");
     assert_eq!(
         folder.message("name = \"x\"", &["drafter.keep_layers=2"]),
-        "recipe.toml: missing key `drafter.block_size`; add `block_size = …` under `[drafter]`, a whole number of at least 0"
+        "recipe.toml: missing key `drafter.block_size`; add `block_size = …` under `[drafter]`, a whole number from 0 to 1000000000"
     );
     // Of several files with the section, the last one is the place to add the key.
     folder.write("base.toml", &MINIMAL.replace("steps = 65\n", ""));
