@@ -1,11 +1,11 @@
-//! Link flags shared by every package that makes a binary or a test over libtorch (each names this file as its build script).
+//! Link flags shared by every package that makes a binary or a test over libtorch (each names this file as its build script, or, as
+//! torch/ does, calls it from its own).
 //!
 //! The rpath lets plain `cargo run` and `cargo test` find libtorch with no environment variable set.
 //! `--no-as-needed -ltorch` keeps libtorch's CUDA half registered: without it `Cuda::is_available()` is silently false
 //! (https://github.com/LaurentMazare/tch-rs/issues/907).
 
-fn main() {
-    println!("cargo:rerun-if-changed=build.rs");
+pub(crate) fn main() {
     println!("cargo:rerun-if-env-changed=DEP_TCH_LIBTORCH_LIB");
     if let Ok(lib) = std::env::var("DEP_TCH_LIBTORCH_LIB") {
         println!("cargo:rustc-link-arg=-Wl,-rpath,{lib}");

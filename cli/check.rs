@@ -3,6 +3,7 @@
 use configs::Recipe;
 use model::ModelConfig;
 use torch::tch::Kind;
+use trainer::training::state_bytes;
 
 use crate::models::{check_shapes, faster_dtype, initial_layers, kind, kind_name, layers_to_remove};
 
@@ -19,19 +20,26 @@ pub(crate) fn check(mut recipe: Recipe) -> anyhow::Result<()> {
     println!("# target: {}", describe(&target, target_kind));
     println!("# drafter: {}", describe(&drafter, drafter_kind));
     let train = &recipe.train;
-    let block_rows = train.batch_responses.saturating_mul(train.anchors).saturating_mul(recipe.drafter.block_size);
+    let (clean, responses) = match (train.batch_responses, train.batch_tokens) {
+        (_, Some(tokens)) => (tokens, format!("{tokens} clean tokens")),
+        (responses, None) => {
+            let responses = responses.unwrap_or(1);
+            (
+                responses.saturating_mul(recipe.data.max_tokens),
+                format!("{responses} responses of up to {} tokens", recipe.data.max_tokens),
+            )
+        }
+    };
     println!(
-        "# training: {} steps, up to {} clean tokens and {block_rows} block rows a step",
-        train.steps,
-        train.batch_responses * recipe.data.max_tokens
+        "# training: {} steps of {responses}, {} blocks of {} in each response; {clean} clean tokens a step at most, in forwards of up to {} rows",
+        train.steps, train.anchors, recipe.drafter.block_size, train.forward_rows
     );
-    let parameters = count(&drafter);
-    let copy = if drafter_kind == Kind::Float { 0 } else { parameters * drafter_kind.elt_size_in_bytes() as u64 };
-    let state = parameters * 16 + copy;
+    let state = |ranks| gigabytes(state_bytes(&drafter, ranks));
     println!(
-        "# training state: {} (f32 masters, gradients and two moments, {} weights)",
-        gigabytes(state),
-        kind_name(drafter_kind)
+        "# training state: {} on one device, {} on each of two, {} on each of eight (f32 masters, gradients and two moments)",
+        state(1),
+        state(2),
+        state(8)
     );
     let logits = train.chunk_rows as u64 * drafter.vocab_size as u64 * 4 * 3;
     println!("# logits of one chunk of {} rows, with their gradient: {}", train.chunk_rows, gigabytes(logits));

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use configs::Recipe;
@@ -14,26 +15,54 @@ use crate::BadRecipe;
 use crate::models::faster_dtype;
 use crate::stages::Stage;
 
-/// The folder `runs/NAME`, held by this process alone.
+/// The folder `runs/NAME`, held by this process alone unless it only looks on.
 pub(crate) struct RunFolder {
     pub(crate) path: PathBuf,
-    _lock: File,
+    _lock: Option<File>,
 }
+
+/// The file within a run's folder whose lock says that a process works on it.
+const LOCK: &str = ".lock";
+
+/// How long a run's lock may be held by a process that only looks whether it is held.
+const GLANCE: Duration = Duration::from_secs(1);
 
 impl RunFolder {
     /// Creates or opens the folder below the current one and locks it.
     pub(crate) fn open(name: &str) -> anyhow::Result<Self> {
         let path = Path::new("runs").join(name);
         fs::create_dir_all(&path).with_context(|| format!("cannot create `{}`", path.display()))?;
-        let lock_path = path.join(".lock");
+        let lock_path = path.join(LOCK);
         let lock = File::create(&lock_path).with_context(|| format!("cannot write `{}`", lock_path.display()))?;
+        let begun = Instant::now();
+        loop {
+            match lock.try_lock() {
+                Ok(()) => return Ok(Self { path, _lock: Some(lock) }),
+                Err(TryLockError::WouldBlock) if begun.elapsed() < GLANCE => std::thread::sleep(GLANCE / 20),
+                Err(TryLockError::WouldBlock) => anyhow::bail!(
+                    "`{}` is in use by another drafthorse process; wait for it or give the run another name",
+                    path.display()
+                ),
+                Err(TryLockError::Error(error)) => {
+                    return Err(error).with_context(|| format!("cannot lock `{}`", lock_path.display()));
+                }
+            }
+        }
+    }
+
+    /// The folder as one that another process holds.
+    pub(crate) fn look_on(name: &str) -> Self {
+        Self { path: Path::new("runs").join(name), _lock: None }
+    }
+
+    /// Whether any process holds the folder. Not to be asked by the one that does.
+    pub(crate) fn is_in_use(&self) -> anyhow::Result<bool> {
+        let path = self.path.join(LOCK);
+        let lock = File::create(&path).with_context(|| format!("cannot write `{}`", path.display()))?;
         match lock.try_lock() {
-            Ok(()) => Ok(Self { path, _lock: lock }),
-            Err(TryLockError::WouldBlock) => anyhow::bail!(
-                "`{}` is in use by another drafthorse process; wait for it or give the run another name",
-                path.display()
-            ),
-            Err(TryLockError::Error(error)) => Err(error).with_context(|| format!("cannot lock `{}`", lock_path.display())),
+            Ok(()) => Ok(false),
+            Err(TryLockError::WouldBlock) => Ok(true),
+            Err(TryLockError::Error(error)) => Err(error).with_context(|| format!("cannot lock `{}`", path.display())),
         }
     }
 
@@ -104,14 +133,14 @@ pub(crate) fn inputs(recipe: &Recipe, stage: Stage, run: &RunFolder) -> anyhow::
         Stage::Train => {
             take("drafter", &["drafter.init"]);
             take("data", &["data.prompts"]);
-            take("train", &["train.save_every", "train.keep_last", "train.recompute"]);
+            take("train", &["train.save_every", "train.keep_last", "train.recompute", "train.chunk_rows", "train.forward_rows"]);
         }
         Stage::Prune => take("prune", &[]),
         Stage::Evaluate => {
             take("target", &["target.model"]);
-            take("evaluate", &["evaluate.benchmarks"]);
+            take("evaluate", &["evaluate.benchmarks", "evaluate.every"]);
             // Speed is measured against the target on the same device.
-            take("devices", &[]);
+            take("devices", &["devices.timeout"]);
         }
     }
     // Files count by what they hold, so that a moved folder stays the same run.
@@ -132,7 +161,8 @@ pub(crate) fn inputs(recipe: &Recipe, stage: Stage, run: &RunFolder) -> anyhow::
         }
         Stage::Prune => {}
     }
-    if let Some(before) = stage.before() {
+    // Scores are made while training as well; they belong to checkpoints, which go together with them when their stage begins anew.
+    if let Some(before) = stage.before().filter(|_| stage != Stage::Evaluate) {
         let hash = upstream_hash(&run.path.join(before.folder()))?;
         inputs.insert(format!("results of {}", before.name()), hash.unwrap_or_else(|| "(absent)".to_string()));
     }

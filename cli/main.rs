@@ -4,6 +4,7 @@
 
 mod check;
 mod folder;
+mod launch;
 mod models;
 mod progress;
 mod stages;
@@ -12,8 +13,11 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
+use configs::Recipe;
+use torch::group::{Group, Place};
 
 use crate::progress::{LogFormat, Progress};
 use crate::stages::{Stage, Status};
@@ -58,14 +62,22 @@ enum Command {
     /// Remove the layers whose absence costs the least acceptance length, recovering after each by distillation.
     Prune(RecipeArgs),
     /// Score every checkpoint with the decoders and write the report.
-    Evaluate(RecipeArgs),
+    Evaluate {
+        #[command(flatten)]
+        recipe: RecipeArgs,
+        /// Score the checkpoints of a run that another process is training, as they appear, until that process ends.
+        #[arg(long)]
+        follow: bool,
+    },
     /// Validate a recipe, and print it resolved with what it needs. Loads no weights and writes nothing.
     Check(RecipeArgs),
+    /// Start one process for each device, which then train together.
+    Launch(launch::LaunchArgs),
 }
 
 #[derive(Args)]
 struct RecipeArgs {
-    /// The recipe, a TOML file. What it makes goes to runs/NAME below the current folder.
+    /// The recipe, a TOML file; or the folder of a run, which holds its own. What it makes goes to runs/NAME below the current folder.
     recipe: PathBuf,
     /// Override one value, for example `--set train.steps=100`; may be given several times.
     #[arg(long = "set", value_name = "KEY=VALUE")]
@@ -92,17 +104,17 @@ fn main() -> ExitCode {
     }
     // A panic inside libtorch calls becomes an error at the edge of each step; the default hook would print it a second time.
     std::panic::set_hook(Box::new(|_| {}));
+    if let Err(error) = launch::end_with_launcher() {
+        eprintln!("error: cannot watch for the end of the launcher: {error}");
+        return ExitCode::from(1);
+    }
     let progress = Progress::new(cli.log_format);
     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| dispatch(&cli.command, &progress, &stop)));
     match outcome {
-        Ok(Ok(Status::Done)) => ExitCode::SUCCESS,
-        Ok(Ok(Status::Interrupted)) => {
-            progress.note("interrupted; finished work is saved. Run the same command again to go on from there");
-            ExitCode::from(3)
-        }
+        Ok(Ok(code)) => ExitCode::from(code),
         Ok(Err(error)) => {
             progress.error(&format!("{error:#}"));
-            let bad_usage = error.is::<configs::RecipeError>() || error.is::<BadRecipe>();
+            let bad_usage = error.is::<configs::RecipeError>() || error.is::<BadRecipe>() || error.is::<launch::BadLaunch>();
             ExitCode::from(if bad_usage { 2 } else { 1 })
         }
         Err(panic) => {
@@ -116,19 +128,66 @@ fn main() -> ExitCode {
     }
 }
 
-fn dispatch(command: &Command, progress: &Progress, stop: &AtomicBool) -> anyhow::Result<Status> {
-    let load = |args: &RecipeArgs| configs::load(&args.recipe, &args.set);
-    let one = |args: &RecipeArgs, stage| stages::run(load(args)?, &[stage], None, progress, stop);
-    match command {
+/// Carries out a command and gives the exit code.
+fn dispatch(command: &Command, progress: &Progress, stop: &AtomicBool) -> anyhow::Result<u8> {
+    let one = |args: &RecipeArgs, stage| carry_out(args, &[stage], None, progress, stop);
+    let status = match command {
         Command::Run { recipe, until, restart } => {
             let last = until.unwrap_or(Stage::Evaluate);
             let chosen: Vec<Stage> = Stage::ALL.into_iter().filter(|&stage| stage <= last).collect();
-            stages::run(load(recipe)?, &chosen, *restart, progress, stop)
+            carry_out(recipe, &chosen, *restart, progress, stop)?
         }
-        Command::Regenerate(args) => one(args, Stage::Regenerate),
-        Command::Train(args) => one(args, Stage::Train),
-        Command::Prune(args) => one(args, Stage::Prune),
-        Command::Evaluate(args) => one(args, Stage::Evaluate),
-        Command::Check(args) => check::check(load(args)?).map(|()| Status::Done),
+        Command::Regenerate(args) => one(args, Stage::Regenerate)?,
+        Command::Train(args) => one(args, Stage::Train)?,
+        Command::Prune(args) => one(args, Stage::Prune)?,
+        Command::Evaluate { recipe, follow: false } => one(recipe, Stage::Evaluate)?,
+        Command::Evaluate { recipe, follow: true } => stages::follow(load(recipe)?, progress, stop, &Group::alone())?,
+        Command::Check(args) => {
+            check::check(load(args)?)?;
+            Status::Done
+        }
+        Command::Launch(args) => {
+            let devices = torch::tch::Cuda::device_count().max(0) as usize;
+            return launch::launch(args, devices, progress, stop);
+        }
+    };
+    match status {
+        Status::Done => Ok(0),
+        Status::Interrupted => {
+            progress.note("interrupted; finished work is saved. Run the same command again to go on from there");
+            Ok(3)
+        }
     }
+}
+
+/// The recipe as typed on the command line.
+fn load(args: &RecipeArgs) -> anyhow::Result<Recipe> {
+    let path = if args.recipe.is_dir() { args.recipe.join("recipe.toml") } else { args.recipe.clone() };
+    Ok(configs::load(&path, &args.set)?)
+}
+
+/// Carries out stages, together with the other ranks when this process was launched as one of several.
+fn carry_out(
+    args: &RecipeArgs,
+    stages: &[Stage],
+    restart: Option<Stage>,
+    progress: &Progress,
+    stop: &AtomicBool,
+) -> anyhow::Result<Status> {
+    let mut recipe = load(args)?;
+    let place = Place::from_environment(|name| std::env::var(name).ok()).map_err(|error| BadRecipe(error.to_string()))?;
+    let group = match place.filter(|place| place.world > 1) {
+        Some(place) => {
+            // One device a rank, whichever the recipe names.
+            for device in [&mut recipe.devices.target, &mut recipe.devices.drafter] {
+                if device.starts_with("cuda") {
+                    *device = format!("cuda:{}", place.local_rank);
+                }
+            }
+            let timeout = Duration::from_secs(recipe.devices.timeout as u64);
+            Group::join(&place, torch::device(&recipe.devices.drafter)?, timeout)?
+        }
+        None => Group::alone(),
+    };
+    stages::run(recipe, stages, restart, progress, stop, &group)
 }

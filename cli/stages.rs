@@ -6,6 +6,7 @@ mod regenerate;
 mod report;
 mod train;
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,6 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use clap::ValueEnum;
 use configs::Recipe;
 use data::manifest::{Manifest, Standing, standing};
+use torch::group::Group;
 
 use crate::folder::{RunFolder, inputs, is_complete};
 use crate::models::{Text, check_shapes};
@@ -69,6 +71,9 @@ pub(crate) struct Context<'a> {
     pub(crate) run: &'a RunFolder,
     pub(crate) progress: &'a Progress,
     pub(crate) stop: &'a AtomicBool,
+    pub(crate) group: &'a Group,
+    /// How many pieces of work the ranks have begun together.
+    pub(crate) begun: &'a Cell<usize>,
     /// This stage's folder.
     pub(crate) folder: PathBuf,
     pub(crate) inputs: BTreeMap<String, String>,
@@ -93,19 +98,109 @@ impl Context<'_> {
         Ok(Text { template: text.template.with_date(&date)?, ..text })
     }
 
+    /// Whether this is the rank that writes.
+    pub(crate) fn leads(&self) -> bool {
+        self.group.leads()
+    }
+
+    /// On rank 0, calls the others to `stage`, once everything they read is there; they wait for it in [`follow`].
+    pub(crate) fn begin_together(&self, stage: Stage) -> anyhow::Result<()> {
+        if self.leads() && !self.group.is_alone() {
+            self.group.announce(&announcement(self.begun), stage.name().as_bytes())?;
+        }
+        Ok(())
+    }
+
     /// Whether the user asked to stop.
     pub(crate) fn stopping(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
     }
 }
 
-/// Carries out `chosen` stages in order; the report follows the evaluation.
+/// What the ranks know each piece of common work by.
+fn announcement(begun: &Cell<usize>) -> String {
+    begun.set(begun.get() + 1);
+    format!("work/{}", begun.get())
+}
+
+/// What rank 0 announces when nothing is left to do together.
+const DONE: &[u8] = b"done";
+const INTERRUPTED: &[u8] = b"interrupted";
+
+/// Carries out `chosen` stages in order; the report follows the evaluation. Rank 0 does all of it; the others join in what is shared.
 pub(crate) fn run(
+    recipe: Recipe,
+    chosen: &[Stage],
+    restart: Option<Stage>,
+    progress: &Progress,
+    stop: &AtomicBool,
+    group: &Group,
+) -> anyhow::Result<Status> {
+    if !group.leads() {
+        return join(recipe, progress, stop, group);
+    }
+    let begun = Cell::new(0);
+    let outcome = lead(recipe, chosen, restart, progress, stop, group, &begun);
+    if !group.is_alone() {
+        match &outcome {
+            Ok(Status::Done) => group.announce(&announcement(&begun), DONE)?,
+            Ok(Status::Interrupted) => group.announce(&announcement(&begun), INTERRUPTED)?,
+            Err(error) => group.fail(&format!("{error:#}")),
+        }
+    }
+    outcome
+}
+
+/// What a rank other than 0 does: whatever rank 0 calls it to.
+fn join(mut recipe: Recipe, progress: &Progress, stop: &AtomicBool, group: &Group) -> anyhow::Result<Status> {
+    let run = RunFolder::look_on(&recipe.name);
+    let begun = Cell::new(0);
+    loop {
+        match group.await_announcement(&announcement(&begun))?.as_slice() {
+            DONE => return Ok(Status::Done),
+            INTERRUPTED => return Ok(Status::Interrupted),
+            _ => {
+                run.settle(&mut recipe);
+                let folder = run.path.join(Stage::Train.folder());
+                if !folder.exists() {
+                    anyhow::bail!(
+                        "rank {} does not see `{}`, which rank 0 writes to; all ranks need the same file system and current folder",
+                        group.rank(),
+                        folder.display()
+                    );
+                }
+                let inputs = BTreeMap::new();
+                train::run(&Context { recipe: &recipe, run: &run, progress, stop, group, begun: &begun, folder, inputs })?;
+            }
+        }
+    }
+}
+
+/// Scores the checkpoints of a run while another process makes them.
+pub(crate) fn follow(mut recipe: Recipe, progress: &Progress, stop: &AtomicBool, group: &Group) -> anyhow::Result<Status> {
+    check_shapes(&recipe)?;
+    let run = RunFolder::look_on(&recipe.name);
+    if !run.path.join("recipe.toml").exists() {
+        let message = format!("there is no run `{}` here to follow; start it first", run.path.display());
+        return Err(crate::BadRecipe(message).into());
+    }
+    if recipe.evaluate.benchmarks.is_empty() || recipe.evaluate.decoders.is_empty() {
+        return Err(crate::BadRecipe("the recipe names no benchmark or no decoder to score with".to_string()).into());
+    }
+    run.settle(&mut recipe);
+    let (begun, folder) = (Cell::new(0), run.path.join(Stage::Evaluate.folder()));
+    let recipe = &recipe;
+    evaluate::follow(&Context { recipe, run: &run, progress, stop, group, begun: &begun, folder, inputs: BTreeMap::new() })
+}
+
+fn lead(
     mut recipe: Recipe,
     chosen: &[Stage],
     restart: Option<Stage>,
     progress: &Progress,
     stop: &AtomicBool,
+    group: &Group,
+    begun: &Cell<usize>,
 ) -> anyhow::Result<Status> {
     check_shapes(&recipe)?;
     let run = RunFolder::open(&recipe.name)?;
@@ -143,7 +238,7 @@ pub(crate) fn run(
             Standing::Fresh => None,
         };
         run.write_recipe(recipe)?;
-        let context = Context { recipe, run: &run, progress, stop, folder, inputs };
+        let context = Context { recipe, run: &run, progress, stop, group, begun, folder, inputs };
         let status = match stage {
             Stage::Regenerate => regenerate::run(&context, manifest.as_ref())?,
             Stage::Train => train::run(&context)?,

@@ -1,72 +1,152 @@
 //! Every checkpoint decodes the benchmarks: how fast is the target with it, and is the output the same.
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::path::PathBuf;
+use std::fs::{self, File, TryLockError};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use data::manifest::{Manifest, Standing, standing};
 use data::prompts;
 use evaluator::benchmark::{Baseline, Benchmark, Plan, decoder_name, evaluate};
 use evaluator::decode::{DecodeError, Settings};
 use evaluator::sampling::Sampler;
 use evaluator::score::{Score, write_rounds};
-use model::checkpoint;
+use model::Transformer;
+use model::checkpoint::{BEST, LATEST};
 use serde_json::{Map, json};
-use trainer::training::{drafter_of, step_name};
+use trainer::saving::{saved_steps, step_name};
+use trainer::training::drafter_of;
 
 use super::prune::pruned_checkpoints;
 use super::{Context, Stage, Status};
-use crate::folder::name_of;
+use crate::folder::{inputs, name_of};
 use crate::models::{self, Text};
 
 /// What the target alone did, measured once for all checkpoints of the run.
 const BASELINES: &str = "autoregressive.baseline";
 
-/// Scores the untrained, the trained and every pruned checkpoint that has no score yet.
+/// How often a run is looked at for new checkpoints.
+const FOLLOW_INTERVAL: Duration = Duration::from_secs(2);
+
+/// Scores the untrained, the best, the last and every pruned checkpoint that has no score yet.
 pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
     let recipe = context.recipe;
     context.write_manifest(Stage::Evaluate, false, Map::new())?;
-    let checkpoints = checkpoints(context)?;
     if recipe.evaluate.benchmarks.is_empty() || recipe.evaluate.decoders.is_empty() {
         context.progress.note(&format!("{:>12} no benchmark or no decoder in the recipe", "evaluate"));
         context.write_manifest(Stage::Evaluate, true, Map::new())?;
         return Ok(Status::Done);
     }
-    let text = context.text()?;
-    let benchmarks = benchmarks(context, &text)?;
-    let target = models::target(recipe)?;
-    let settings = Settings {
-        sampler: Sampler {
-            temperature: recipe.evaluate.temperature,
-            top_p: recipe.evaluate.top_p,
-            top_k: recipe.evaluate.top_k,
-            seed: recipe.seed,
-        },
-        stop_tokens: target.config.eos_token_id.clone(),
-        max_new_tokens: recipe.evaluate.max_new_tokens,
-        positions: recipe.evaluate.positions,
-        candidates: recipe.evaluate.candidates,
-    };
-    let baselines_path = context.folder.join(BASELINES);
-    let mut baselines: BTreeMap<String, Baseline> = match fs::read(&baselines_path) {
-        Ok(bytes) => {
-            serde_json::from_slice(&bytes).with_context(|| format!("`{}` is damaged; remove it", baselines_path.display()))?
+    let checkpoints = checkpoints(context)?;
+    let scorer = Scorer::new(context)?;
+    for folder in &checkpoints {
+        if scorer.score(context, folder)? == Status::Interrupted {
+            return Ok(Status::Interrupted);
         }
-        Err(_) => BTreeMap::new(),
-    };
-    let mut names = Vec::new();
-    for folder in checkpoints {
-        let name = name_of(&folder);
-        names.push(name.clone());
-        let score_path = context.folder.join(format!("{name}.json"));
+    }
+    let mut results = Map::new();
+    results.insert("scores".to_string(), json!(scored_names(context, &checkpoints)));
+    context.write_manifest(Stage::Evaluate, true, results)?;
+    Ok(Status::Done)
+}
+
+/// Scores the checkpoints of a run that another process is training, as they appear, until that process ends.
+///
+/// It leaves the run's lock alone and reads its folders only; scores go where the stage `evaluate` finds them later.
+pub(super) fn follow(context: &Context<'_>) -> anyhow::Result<Status> {
+    let scorer = Scorer::new(context)?;
+    context.progress.note(&format!("{:>12} following {}", "evaluate", context.run.path.display()));
+    loop {
+        // Asked first, so that what was written before the other process ended is still seen.
+        let ended = !context.run.is_in_use()?;
+        let train = context.run.path.join(Stage::Train.folder());
+        let prune = context.run.path.join(Stage::Prune.folder());
+        let trained = saved_steps(&train).into_iter().map(|step| train.join(step_name(step)));
+        let all: Vec<PathBuf> = trained.chain(pruned_checkpoints(context).into_iter().map(|name| prune.join(name))).collect();
+        for folder in all {
+            match scorer.score(context, &folder) {
+                Ok(Status::Interrupted) => return Ok(Status::Interrupted),
+                Ok(Status::Done) => {}
+                // Training clears old checkpoints away, maybe while they are being read.
+                Err(_) if !folder.exists() => {
+                    let name = name_of(&folder);
+                    context.progress.note(&format!("{:>12} {name} was cleared away before it could be scored", "evaluate"));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        if ended {
+            context.progress.note(&format!("{:>12} no process works on the run any more: all is scored", "evaluate"));
+            return Ok(Status::Done);
+        }
+        let waited = Instant::now();
+        while waited.elapsed() < FOLLOW_INTERVAL {
+            if context.stopping() {
+                return Ok(Status::Interrupted);
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+/// What scoring needs, loaded once: the target and the benchmarks. Holds the folder of scores for itself.
+pub(super) struct Scorer {
+    target: Transformer,
+    benchmarks: Vec<Benchmark>,
+    settings: Settings,
+    folder: PathBuf,
+    _lock: File,
+}
+
+impl Scorer {
+    /// Waits for any other process that scores this run, and refuses scores that were made by another recipe.
+    pub(super) fn new(context: &Context<'_>) -> anyhow::Result<Self> {
+        let recipe = context.recipe;
+        let folder = context.run.stage(Stage::Evaluate)?;
+        let lock = lock(context, &folder.join(".lock"))?;
+        let inputs = inputs(recipe, Stage::Evaluate, context.run)?;
+        let stage = Stage::Evaluate.name();
+        if let Standing::Fresh = standing(&folder, stage, &inputs)? {
+            Manifest { stage: stage.to_string(), complete: false, inputs, results: Map::new() }.write(&folder)?;
+        }
+        let text = context.text()?;
+        let target = models::target(recipe)?;
+        let settings = Settings {
+            sampler: Sampler {
+                temperature: recipe.evaluate.temperature,
+                top_p: recipe.evaluate.top_p,
+                top_k: recipe.evaluate.top_k,
+                seed: recipe.seed,
+            },
+            stop_tokens: target.config.eos_token_id.clone(),
+            max_new_tokens: recipe.evaluate.max_new_tokens,
+            positions: recipe.evaluate.positions,
+            candidates: recipe.evaluate.candidates,
+        };
+        Ok(Self { benchmarks: benchmarks(context, &text)?, target, settings, folder, _lock: lock })
+    }
+
+    /// Scores one checkpoint unless it has a score already.
+    pub(super) fn score(&self, context: &Context<'_>, checkpoint: &Path) -> anyhow::Result<Status> {
+        let recipe = context.recipe;
+        let name = name_of(checkpoint);
+        let score_path = self.folder.join(format!("{name}.json"));
         if score_path.exists() {
-            continue;
+            return Ok(Status::Done);
         }
-        let (model, file) = models::load_drafter(recipe, &folder)?;
+        let baselines_path = self.folder.join(BASELINES);
+        let mut baselines: BTreeMap<String, Baseline> = match fs::read(&baselines_path) {
+            Ok(bytes) => {
+                serde_json::from_slice(&bytes).with_context(|| format!("`{}` is damaged; remove it", baselines_path.display()))?
+            }
+            Err(_) => BTreeMap::new(),
+        };
+        let (model, file) = models::load_drafter(recipe, checkpoint)?;
         if file.thinking != recipe.target.thinking {
             anyhow::bail!(
                 "`{}` was trained with thinking = {}, the recipe says {}",
-                folder.display(),
+                checkpoint.display(),
                 file.thinking,
                 recipe.target.thinking
             );
@@ -82,8 +162,8 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
             }
             bar.set(done, "texts decoded");
         };
-        let plan = Plan { benchmarks: &benchmarks, decoders: &recipe.evaluate.decoders, settings: &settings };
-        let outcome = evaluate(&target, Some(&mut drafter), plan, &mut baselines, &mut show, context.stop);
+        let plan = Plan { benchmarks: &self.benchmarks, decoders: &recipe.evaluate.decoders, settings: &self.settings };
+        let outcome = evaluate(&self.target, Some(&mut drafter), plan, &mut baselines, &mut show, context.stop);
         data::files::write_atomically(&baselines_path, &serde_json::to_vec(&baselines)?)?;
         let evaluation = match outcome {
             Err(DecodeError::Stopped) => return Ok(Status::Interrupted),
@@ -93,31 +173,64 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
             checkpoint: name.clone(),
             kind: file.kind,
             target: name_of(recipe.target.model.as_ref()),
-            dtype: models::kind_name(target.kind()).to_string(),
+            dtype: models::kind_name(self.target.kind()).to_string(),
             block_size: shape.block_size,
             layers: file.layers,
             decoders: evaluation.decoders,
         };
-        write_rounds(&context.folder.join(format!("{name}.rounds.parquet")), &evaluation.rounds)?;
+        write_rounds(&self.folder.join(format!("{name}.rounds.parquet")), &evaluation.rounds)?;
         score.write(&score_path)?;
         drop(bar);
         context.progress.note(&format!("{:>12} {name}: {}", "evaluate", summary(&score)));
+        Ok(Status::Done)
     }
-    let mut results = Map::new();
-    results.insert("scores".to_string(), json!(names));
-    context.write_manifest(Stage::Evaluate, true, results)?;
-    Ok(Status::Done)
 }
 
-/// The untrained checkpoint, the trained one, and the pruned ones.
+/// Takes the lock at `path`, waiting while another process has it.
+fn lock(context: &Context<'_>, path: &Path) -> anyhow::Result<File> {
+    let file = File::create(path).with_context(|| format!("cannot write `{}`", path.display()))?;
+    let mut told = false;
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::WouldBlock) if context.stopping() => {
+                anyhow::bail!("stopped while waiting for `{}`", path.display())
+            }
+            Err(TryLockError::WouldBlock) => {
+                if !told {
+                    context.progress.note(&format!("{:>12} another process scores this run; waiting for it to end", "evaluate"));
+                    told = true;
+                }
+                std::thread::sleep(Duration::from_millis(200));
+            }
+            Err(TryLockError::Error(error)) => return Err(error).with_context(|| format!("cannot lock `{}`", path.display())),
+        }
+    }
+}
+
+/// The untrained checkpoint, the best and the last of training, and the pruned ones.
 fn checkpoints(context: &Context<'_>) -> anyhow::Result<Vec<PathBuf>> {
     let train = context.run.path.join(Stage::Train.folder());
     let prune = context.run.path.join(Stage::Prune.folder());
-    let latest =
-        fs::canonicalize(train.join(checkpoint::LATEST)).context("no trained checkpoint; run the stage `train` first")?;
-    let mut checkpoints = vec![train.join(step_name(0)), train.join(name_of(&latest))];
+    let linked = |link: &str| fs::canonicalize(train.join(link)).map(|folder| train.join(name_of(&folder)));
+    let latest = linked(LATEST).context("no trained checkpoint; run the stage `train` first")?;
+    let mut checkpoints = vec![train.join(step_name(0))];
+    checkpoints.extend(linked(BEST).ok().filter(|best| *best != latest));
+    checkpoints.push(latest);
     checkpoints.extend(pruned_checkpoints(context).into_iter().map(|name| prune.join(name)));
     Ok(checkpoints)
+}
+
+/// The names of all scores: of `checkpoints`, and of those that were scored while training and are gone since, in the order of training.
+fn scored_names(context: &Context<'_>, checkpoints: &[PathBuf]) -> Vec<String> {
+    let entries = fs::read_dir(&context.folder).into_iter().flatten().flatten();
+    let mut names: Vec<String> = entries
+        .filter_map(|entry| Some(entry.file_name().to_str()?.strip_suffix(".json")?.to_string()))
+        .filter(|name| name.starts_with("step-"))
+        .collect();
+    names.sort_unstable();
+    let others = checkpoints.iter().map(|folder| name_of(folder)).filter(|name| !name.starts_with("step-"));
+    names.into_iter().chain(others).collect()
 }
 
 /// The benchmarks' prompts as token ids, the first `limit` of each.

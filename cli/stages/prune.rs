@@ -4,7 +4,8 @@ use model::checkpoint;
 use pruner::pruning::{self, Progress, Settings, layers_name, recovery_name};
 use serde_json::{Map, json};
 use trainer::objective::Distillation;
-use trainer::training::{Ending, Plan, resumed_step, step_name};
+use trainer::saving::{resumed_step, step_name};
+use trainer::training::{Ending, Plan};
 
 use super::train::{describe, plan, responses, rewind_metrics, sinks};
 use super::{Context, Stage, Status};
@@ -33,7 +34,7 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
         mask_learning_rate: prune.learning_rate,
         loss: trainer::backward::LossSettings { ar_weight: prune.ar_weight, ..training.loss },
         // Another order and other anchors than in training.
-        seed: recipe.seed + 1,
+        packing: trainer::packing::Packing { seed: recipe.seed + 1, ..training.packing },
         save_every: training.save_every.min(prune.recovery_steps.max(1) as u64),
         keep_last: 1,
         ..training
@@ -57,6 +58,7 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
         files: &files,
         folder: &context.folder,
         examples: &responses.training,
+        ids: &responses.ids,
         held_out,
     };
     // The recovery under way says from which step its metrics go on; those of finished ones stay, those of an earlier start go.

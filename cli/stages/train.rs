@@ -1,27 +1,35 @@
 //! The drafter learns to propose blocks of the target's responses.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
-use configs::Recipe;
+use configs::{Recipe, Schedule as RecipeSchedule};
 use data::responses::read_folder;
 use data::supervision::{Example, split_holdout};
-use model::checkpoint;
+use model::Transformer;
+use model::checkpoint::{self, LATEST};
 use serde_json::{Map, json};
-use torch::tch::Kind;
-use trainer::backward::{LossSettings, Objective};
-use trainer::metrics::{JsonLines, Sinks, TensorBoard};
-use trainer::optimiser::AdamWSettings;
+use torch::tch::{Device, Kind};
+use trainer::backward::{Divergence, LossSettings, Objective};
+use trainer::metrics::{JsonLines, MetricSink, Sinks, TensorBoard};
+use trainer::objective::{Distillation, PositionWeights};
+use trainer::optimiser::{AdamWSettings, Curve, Schedule};
+use trainer::packing::{BatchSize, Packing};
+use trainer::saving::{Output, resumed_step, saved_steps, step_name};
 use trainer::state;
-use trainer::training::{Ending, Output, Plan, StepReport, resumed_step, saved_steps, step_name, train};
+use trainer::training::{Ending, Plan, Training, train};
+use trainer::watching::{Score, StepReport, Watch};
 
+use super::evaluate::Scorer;
 use super::{Context, Stage, Status};
 use crate::models;
 
 /// The responses of a run, as examples.
 pub(super) struct Responses {
     pub(super) training: Vec<Example>,
+    /// Of the training examples.
+    pub(super) ids: Vec<String>,
     pub(super) held_out: Vec<Example>,
     /// Responses that keep fewer than two supervised tokens within `data.max_tokens`.
     pub(super) dropped: usize,
@@ -40,27 +48,44 @@ pub(super) fn responses(context: &Context<'_>) -> anyhow::Result<Responses> {
         .collect();
     let ids: Vec<&str> = usable.iter().map(|(id, _)| id.as_str()).collect();
     let (training, held_out) = split_holdout(&ids, context.recipe.data.holdout, context.recipe.seed);
+    let names = training.iter().map(|&index| usable[index].0.clone()).collect();
     let pick = |indices: Vec<usize>| indices.into_iter().map(|index| usable[index].1.clone()).collect();
-    Ok(Responses { training: pick(training), held_out: pick(held_out), dropped: read - usable.len() })
+    Ok(Responses { training: pick(training), ids: names, held_out: pick(held_out), dropped: read - usable.len() })
 }
 
 /// The loop's plan for training by the recipe.
 pub(super) fn plan(recipe: &Recipe, kind: Kind) -> Plan {
     let train = &recipe.train;
+    let size = match (train.batch_responses, train.batch_tokens) {
+        (_, Some(tokens)) => BatchSize::Tokens(tokens),
+        (responses, None) => BatchSize::Responses(responses.unwrap_or(1)),
+    };
+    let weights = match train.position_weights {
+        configs::PositionWeights::Exponential => PositionWeights::Exponential,
+        configs::PositionWeights::DPace => PositionWeights::Pace { alpha: train.pace_alpha },
+    };
+    let curve = match train.schedule {
+        RecipeSchedule::Constant => Curve::Constant,
+        RecipeSchedule::Linear => Curve::Linear,
+        RecipeSchedule::Cosine => Curve::Cosine,
+        RecipeSchedule::Wsd => Curve::WarmupStableDecay { decay: train.decay },
+    };
     Plan {
         stage: "train".to_string(),
-        seed: recipe.seed,
         steps: train.steps as u64,
-        batch_responses: train.batch_responses,
-        anchors: train.anchors,
-        gamma: train.gamma,
-        shape: models::block_shape(recipe),
-        loss: LossSettings { ar_weight: train.ar_weight, chunk_rows: train.chunk_rows, recompute: train.recompute },
+        packing: Packing {
+            seed: recipe.seed,
+            size,
+            anchors: train.anchors,
+            shape: models::block_shape(recipe),
+            gamma: train.gamma,
+            forward_rows: train.forward_rows,
+        },
+        loss: LossSettings { ar_weight: train.ar_weight, weights, chunk_rows: train.chunk_rows, recompute: train.recompute },
         optimiser: AdamWSettings { beta1: train.beta1, beta2: train.beta2, weight_decay: train.weight_decay },
         learning_rate: train.learning_rate,
         mask_learning_rate: train.mask_learning_rate,
-        warmup: train.warmup,
-        minimum_learning_rate: train.minimum_learning_rate,
+        schedule: Schedule { warmup: train.warmup, curve, minimum: train.minimum_learning_rate },
         clip: train.clip,
         save_every: train.save_every as u64,
         evaluate_every: train.evaluate_every as u64,
@@ -88,39 +113,133 @@ fn metrics_path(context: &Context<'_>) -> PathBuf {
 
 /// One line about a step.
 pub(super) fn describe(report: &StepReport) -> String {
-    let skipped = if report.skipped { ", skipped: not finite" } else { "" };
+    let skipped = report.skipped.as_ref().map_or(String::new(), |reason| format!(", left out: {reason}"));
+    let memory = report.memory_bytes.map_or(String::new(), |bytes| format!(", {:.1} GB", bytes as f64 / 1e9));
     format!(
-        "loss {:.3} (blocks {:.3}, next token {:.3}), gradient {:.2}, {:.1} s/step{skipped}",
-        report.losses.total, report.losses.diffusion, report.losses.autoregressive, report.gradient_norm, report.seconds
+        "loss {:.3} (blocks {:.3}, next token {:.3}), gradient {:.2}, {:.1} s/step, {:.0} tokens/s, {:.0} % of peak{memory}{skipped}",
+        report.losses.total,
+        report.losses.diffusion,
+        report.losses.autoregressive,
+        report.gradient_norm,
+        report.seconds,
+        report.tokens_per_second,
+        100.0 * report.peak_share
     )
 }
 
-/// Trains to the end of the plan, or until stopped.
+/// Trains to the end of the plan, or until stopped. Rank 0 prepares the folder and writes; the others only compute.
 pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
+    if context.leads() {
+        context.write_manifest(Stage::Train, false, Map::new())?;
+    }
     let recipe = context.recipe;
-    context.write_manifest(Stage::Train, false, Map::new())?;
-    let text = context.text()?;
-    let files = text.files();
     let responses = responses(context)?;
     let (device, kind) = models::drafter_place(recipe)?;
     let start = models::initial_drafter(recipe, device)?;
-    let drafter = models::drafter_file(recipe, start.layers.len());
     let plan = plan(recipe, kind);
-    context.progress.note(&format!(
-        "{:>12} {} responses, {} held out, {} too short; {} layers in {}, {} steps of {} responses with {} blocks of {} each",
+    let held_out = &responses.held_out[..responses.held_out.len().min(recipe.train.evaluate_responses)];
+    let text = context.text()?;
+    let files = text.files();
+    let drafter = models::drafter_file(recipe, start.layers.len());
+    let scorer = match recipe.evaluate.every {
+        Some(_) if context.leads() => Some(Scorer::new(context)?),
+        _ => None,
+    };
+    if context.leads() {
+        context.progress.note(&what_is_trained(context, &responses, &start, &plan));
+        let resumed = clear_unfinished(context)?;
+        let untrained = context.folder.join(step_name(0));
+        if !untrained.exists() {
+            checkpoint::save(&untrained, &start, &drafter, &files, kind)?;
+        }
+        rewind_metrics(context, "train", resumed)?;
+    }
+    context.begin_together(Stage::Train)?;
+
+    let mut sinks = context.leads().then(|| sinks(context)).transpose()?;
+    let bar = context.leads().then(|| context.progress.bar("train", recipe.train.steps));
+    let mut report = |step: &StepReport| {
+        let Some(bar) = &bar else { return };
+        bar.set(step.step as usize, &describe(step));
+        if let Some(replay) = &step.replay {
+            let (low, high) = replay.tau_interval;
+            bar.note(&format!(
+                "{:>12} step {}: τ {:.2} ({low:.2} to {high:.2}) on {} held-out responses",
+                "train",
+                step.step,
+                replay.tau_pooled,
+                held_out.len()
+            ));
+        }
+    };
+    let mut score = |folder: &Path| match &scorer {
+        Some(scorer) => scorer.score(context, folder).map(|_| ()).map_err(|error| format!("{error:#}")),
+        None => Ok(()),
+    };
+    let mut watch = Watch {
+        sink: sinks.as_mut().map(|sinks| sinks as &mut dyn MetricSink),
+        report: &mut report,
+        score_every: recipe.evaluate.every.map(|every| every as u64),
+        score: scorer.is_some().then_some(&mut score as Score<'_>),
+    };
+    let target = target_beside(recipe, device)?;
+    let training = Training {
+        start,
+        examples: &responses.training,
+        ids: &responses.ids,
+        held_out,
+        objective: objective(recipe, target.as_ref()),
+        output: Output { folder: &context.folder, drafter, files: &files },
+        group: context.group,
+    };
+    let ending = train(training, &plan, &mut watch, context.stop)?;
+    drop(bar);
+    if ending != Ending::Done {
+        return Ok(Status::Interrupted);
+    }
+    if context.leads() {
+        let file = checkpoint::load_drafter_file(&context.folder.join(LATEST))?;
+        let mut results = Map::new();
+        results.insert("checkpoint".to_string(), json!(step_name(file.step)));
+        results.insert("training_tokens".to_string(), json!(file.training_tokens));
+        results.insert("responses".to_string(), json!(responses.training.len()));
+        results.insert("held_out".to_string(), json!(responses.held_out.len()));
+        results.insert("too_short".to_string(), json!(responses.dropped));
+        context.write_manifest(Stage::Train, true, results)?;
+    }
+    Ok(Status::Done)
+}
+
+fn what_is_trained(context: &Context<'_>, responses: &Responses, start: &Transformer, plan: &Plan) -> String {
+    let ranks = match context.group.world() {
+        1 => String::new(),
+        ranks => format!(" over {ranks} ranks"),
+    };
+    let size = match plan.packing.size {
+        BatchSize::Responses(count) => format!("{count} responses"),
+        BatchSize::Tokens(count) => format!("{count} tokens"),
+    };
+    format!(
+        "{:>12} {} responses, {} held out, {} too short; {} layers in {}, {} steps of {size}{ranks} with {} blocks of {} in each response; \
+         up to {} rows in a forward, logits of {} rows at a time, {}",
         "train",
         responses.training.len(),
         responses.held_out.len(),
         responses.dropped,
         start.layers.len(),
-        models::kind_name(kind),
+        models::kind_name(plan.kind),
         plan.steps,
-        plan.batch_responses,
-        plan.anchors,
-        plan.shape.block_size
-    ));
+        plan.packing.anchors,
+        plan.packing.shape.block_size,
+        plan.packing.forward_rows,
+        plan.loss.chunk_rows,
+        if plan.loss.recompute { "layers run again in the backward" } else { "activations of all layers kept" }
+    )
+}
 
-    let latest = context.folder.join(checkpoint::LATEST);
+/// Removes what was written after `latest` and never became it; gives the step that training goes on after.
+fn clear_unfinished(context: &Context<'_>) -> anyhow::Result<u64> {
+    let latest = context.folder.join(LATEST);
     let resumed = resumed_step(&context.folder)?;
     if resumed == 0 && fs::symlink_metadata(&latest).is_ok() {
         anyhow::bail!(
@@ -129,49 +248,25 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
             state::FOLDER
         );
     }
-    // Steps beyond `latest` were written but never became it.
     for step in saved_steps(&context.folder).into_iter().filter(|&step| step > resumed) {
         let folder = context.folder.join(step_name(step));
         fs::remove_dir_all(&folder).with_context(|| format!("cannot remove `{}`", folder.display()))?;
     }
-    let untrained = context.folder.join(step_name(0));
-    if !untrained.exists() {
-        checkpoint::save(&untrained, &start, &drafter, &files, kind, |_| Ok(()))?;
+    Ok(resumed)
+}
+
+/// The target beside the drafter, where the objective needs it.
+fn target_beside(recipe: &Recipe, device: Device) -> anyhow::Result<Option<Transformer>> {
+    match recipe.train.objective {
+        configs::Objective::Tokens => Ok(None),
+        configs::Objective::Target | configs::Objective::TargetVariation => models::target_on(recipe, device).map(Some),
     }
-    let held_out = &responses.held_out[..responses.held_out.len().min(recipe.train.evaluate_responses)];
-    let bar = context.progress.bar("train", recipe.train.steps);
-    let mut report = |step: &StepReport| {
-        bar.set(step.step as usize, &describe(step));
-        if let Some(replay) = &step.replay {
-            bar.note(&format!(
-                "{:>12} step {}: τ {:.2} on {} held-out responses",
-                "train",
-                step.step,
-                replay.tau_pooled,
-                held_out.len()
-            ));
-        }
+}
+
+fn objective<'a>(recipe: &Recipe, target: Option<&'a Transformer>) -> Objective<'a> {
+    let divergence = match recipe.train.objective {
+        configs::Objective::TargetVariation => Divergence::TotalVariation,
+        _ => Divergence::Forward(Distillation { temperature: 1.0, margin: None }),
     };
-    let output = Output { folder: &context.folder, drafter, files: &files };
-    rewind_metrics(context, "train", resumed)?;
-    let mut sinks = sinks(context)?;
-    let target = match recipe.train.objective {
-        configs::Objective::Tokens => None,
-        configs::Objective::Target => Some(models::target_on(recipe, device)?),
-    };
-    let objective = target.as_ref().map_or(Objective::Tokens, |target| Objective::Target { target });
-    let ending = train(&start, &plan, &responses.training, held_out, &objective, &output, &mut sinks, &mut report, context.stop)?;
-    drop(bar);
-    if ending != Ending::Done {
-        return Ok(Status::Interrupted);
-    }
-    let file = checkpoint::load_drafter_file(&latest)?;
-    let mut results = Map::new();
-    results.insert("checkpoint".to_string(), json!(step_name(file.step)));
-    results.insert("training_tokens".to_string(), json!(file.training_tokens));
-    results.insert("responses".to_string(), json!(responses.training.len()));
-    results.insert("held_out".to_string(), json!(responses.held_out.len()));
-    results.insert("too_short".to_string(), json!(responses.dropped));
-    context.write_manifest(Stage::Train, true, results)?;
-    Ok(Status::Done)
+    target.map_or(Objective::Tokens, |target| Objective::Target { target, divergence })
 }

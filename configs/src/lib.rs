@@ -18,8 +18,8 @@ use std::path::Path;
 
 pub use error::RecipeError;
 pub use recipe::{
-    AnchorSees, Benchmark, Data, Decoder, Devices, Drafter, DrafterKind, Dtype, Evaluate, Labels, Objective, Prune, Recipe,
-    Regenerate, Target, Train,
+    AnchorSees, Benchmark, Data, Decoder, Devices, Drafter, DrafterKind, Dtype, Evaluate, Labels, Objective, PositionWeights,
+    Prune, Recipe, Regenerate, Schedule, Target, Train,
 };
 pub use source::Place;
 

@@ -93,14 +93,25 @@ pub struct Train {
     /// The weight of the next-token loss beside the block loss.
     pub ar_weight: f64,
     pub objective: Objective,
+    pub position_weights: PositionWeights,
+    /// The α of D-PACE: how far a slot counts whatever comes before it, from 0 to 1. Used with `position_weights = "d_pace"` alone.
+    pub pace_alpha: f64,
     /// The peak of the schedule.
     pub learning_rate: f64,
     /// The peak for the mask token's embedding row, which has to find its place from nothing.
     pub mask_learning_rate: f64,
     pub steps: usize,
-    pub batch_responses: usize,
+    /// Responses of a step, over all devices; this or `batch_tokens`, never both.
+    pub batch_responses: Option<usize>,
+    /// Responses of a step: as many as reach so many tokens, blocks not counted, over all devices.
+    pub batch_tokens: Option<usize>,
+    /// The most rows (tokens and block slots) of one forward; a larger share of a step is done in several, their gradients summed.
+    pub forward_rows: usize,
+    pub schedule: Schedule,
     /// The fraction of the steps over which the learning rate rises.
     pub warmup: f64,
+    /// The fraction of the steps over which it falls at the end. Used with `schedule = "wsd"` alone.
+    pub decay: f64,
     /// The learning rate at the last step, as a fraction of the peak.
     pub minimum_learning_rate: f64,
     pub weight_decay: f64,
@@ -116,7 +127,7 @@ pub struct Train {
     pub evaluate_every: usize,
     /// Held-out responses that each of these evaluations replays.
     pub evaluate_responses: usize,
-    /// Checkpoints kept, the newest ones.
+    /// Checkpoints kept, the newest ones; the one with the best tau stays besides.
     pub keep_last: usize,
 }
 
@@ -154,6 +165,8 @@ pub struct Evaluate {
     pub candidates: usize,
     /// Use only the first so many prompts of each benchmark.
     pub limit: Option<usize>,
+    /// Steps of training after which a checkpoint is scored at once; absent: checkpoints are scored after training.
+    pub every: Option<usize>,
     pub max_new_tokens: usize,
     /// 0 is greedy.
     pub temperature: f64,
@@ -183,6 +196,8 @@ impl From<Benchmark> for PathBuf {
 pub struct Devices {
     pub target: String,
     pub drafter: String,
+    /// Seconds that one process waits for another in an exchange before it gives up.
+    pub timeout: usize,
 }
 
 /// What a model computes in.
@@ -219,8 +234,31 @@ pub enum Labels {
 pub enum Objective {
     /// The tokens of the responses.
     Tokens,
-    /// The target's distribution after each token of the responses; the target is in memory while training.
+    /// The target's distribution after each token of the responses, by forward KL divergence; the target is in memory while training.
     Target,
+    /// The same by total variation, which is the share of sampled drafts that verification would refuse.
+    TargetVariation,
+}
+
+/// How the slots of a block share its loss.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PositionWeights {
+    /// exp(-j / gamma), as published.
+    Exponential,
+    /// By how many tokens are kept when the slot is right, as the drafter is now (arXiv 2605.18810).
+    DPace,
+}
+
+/// How the learning rate moves after the warm-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Schedule {
+    Constant,
+    Linear,
+    Cosine,
+    /// Warm-up, stable, decay: constant until the last `decay` of the steps, then linear.
+    Wsd,
 }
 
 /// What a drafter is built like.

@@ -105,11 +105,17 @@ fn defaults_complete_a_minimal_recipe() {
             gamma: 4.0,
             ar_weight: 1.0,
             objective: Objective::Tokens,
+            position_weights: PositionWeights::Exponential,
+            pace_alpha: 0.5,
             learning_rate: 2e-5,
             mask_learning_rate: 2e-5,
             steps: 65,
-            batch_responses: 4,
+            batch_responses: Some(4),
+            batch_tokens: None,
+            forward_rows: 8192,
+            schedule: Schedule::Cosine,
             warmup: 0.04,
+            decay: 0.2,
             minimum_learning_rate: 0.1,
             weight_decay: 0.0,
             beta1: 0.9,
@@ -140,12 +146,13 @@ fn defaults_complete_a_minimal_recipe() {
             positions: 11,
             candidates: 2,
             limit: None,
+            every: None,
             max_new_tokens: 2048,
             temperature: 0.0,
             top_p: 1.0,
             top_k: 0,
         },
-        devices: Devices { target: text("cpu"), drafter: text("cpu") },
+        devices: Devices { target: text("cpu"), drafter: text("cpu"), timeout: 600 },
         file,
     };
     assert_eq!(recipe, expected);
@@ -175,15 +182,16 @@ fn every_key_changes_the_recipe() {
         drafter.labels="next" drafter.anchor_sees="prefix" drafter.mask_token=17 drafter.untie_head=true
         data.prompts=["part-*.jsonl"] data.max_tokens=256 data.holdout=0 data.limit=5
         regenerate.temperature=0.7 regenerate.top_p=0.8 regenerate.top_k=20 regenerate.max_new_tokens=96 regenerate.batch_rows=8
-        train.anchors=16 train.gamma=3.5 train.ar_weight=0.5 train.objective="target" train.learning_rate=1e-4
+        train.anchors=16 train.gamma=3.5 train.ar_weight=0.5 train.objective="target" train.position_weights="d_pace"
+        train.pace_alpha=0.3 train.batch_tokens=4096 train.forward_rows=64 train.schedule="wsd" train.decay=0.1 train.learning_rate=1e-4
         train.mask_learning_rate=1e-2 train.steps=66 train.batch_responses=5 train.warmup=0.1 train.minimum_learning_rate=0
         train.weight_decay=0.01 train.beta1=0.8 train.beta2=0.99 train.clip=2 train.chunk_rows=128 train.recompute=false
         train.save_every=20 train.evaluate_every=30 train.evaluate_responses=8 train.keep_last=3
         prune.remove=2 prune.min_layers=4 prune.keep_tau=0.9 prune.recovery_steps=5 prune.learning_rate=1e-3 prune.ar_weight=0
         prune.margin=1 prune.temperature=2 prune.responses=3 prune.anchors=2
         evaluate.benchmarks=["gsm8k.jsonl"] evaluate.decoders=["lockstep"] evaluate.positions=7 evaluate.candidates=1
-        evaluate.limit=8 evaluate.max_new_tokens=64 evaluate.temperature=1 evaluate.top_p=0.5 evaluate.top_k=3
-        devices.target="cuda:0" devices.drafter="cuda:1"
+        evaluate.limit=8 evaluate.every=100 evaluate.max_new_tokens=64 evaluate.temperature=1 evaluate.top_p=0.5 evaluate.top_k=3
+        devices.target="cuda:0" devices.drafter="cuda:1" devices.timeout=30
     "#;
     let assignments: Vec<(&str, &str)> = values.split_whitespace().map(|pair| pair.split_once('=').unwrap()).collect();
 
@@ -196,6 +204,12 @@ fn every_key_changes_the_recipe() {
     let text = format!("{MINIMAL}\n[prune]\n");
     let before = folder.load(&text, &[]).unwrap();
     for (key, value) in assignments {
+        if key == "train.batch_tokens" {
+            // It stands in the place of another key.
+            let by_tokens = Folder::new().load(&MINIMAL.replace("batch_responses = 4", "batch_tokens = 4096"), &[]).unwrap();
+            assert_eq!((by_tokens.train.batch_responses, by_tokens.train.batch_tokens), (None, Some(4096)));
+            continue;
+        }
         let (section, name) = key.split_once('.').unwrap_or(("", key));
         let layer = folder.write(
             "changed.toml",
@@ -256,7 +270,16 @@ fn resolved_recipe_loads_back_equal() {
     }
     let keys: BTreeSet<String> = flattened(&folder.load(MINIMAL, &[]).unwrap()).into_iter().map(|pair| pair.0).collect();
     for key in typed::Recipe::key_paths() {
-        let is_absent = ["extends", "regenerate.engine", "drafter.layers", "drafter.keep_layers", "data.limit", "evaluate.limit"];
+        let is_absent = [
+            "extends",
+            "regenerate.engine",
+            "drafter.layers",
+            "drafter.keep_layers",
+            "data.limit",
+            "train.batch_tokens",
+            "evaluate.limit",
+            "evaluate.every",
+        ];
         assert_ne!(keys.contains(&key), is_absent.contains(&key.as_str()), "{key}");
     }
 }
@@ -265,7 +288,8 @@ fn resolved_recipe_loads_back_equal() {
 fn section_lists_its_fields() {
     let recipe = Folder::new().load(MINIMAL, &["devices.drafter=cuda:3"]).unwrap();
     let pair = |key: &str, value: &str| (key.to_string(), value.to_string());
-    assert_eq!(recipe.section("devices"), [pair("devices.target", "\"cpu\""), pair("devices.drafter", "\"cuda:3\"")]);
+    let devices = [("target", "\"cpu\""), ("drafter", "\"cuda:3\""), ("timeout", "600")];
+    assert_eq!(recipe.section("devices"), devices.map(|(key, value)| pair(&format!("devices.{key}"), value)));
     assert_eq!(recipe.section("name"), [pair("name", "\"small\"")]);
     assert_eq!(recipe.section("train")[0], pair("train.anchors", "128"));
     assert_eq!(recipe.section("nothing"), []);
@@ -314,6 +338,6 @@ fn later_sources_win() {
         .load(text, &["train.gamma=1", "train.gamma = 2.5", "target.revision=a-branch", "devices.target = cuda:0"])
         .unwrap();
     assert_eq!((recipe.name.as_str(), recipe.seed, recipe.train.steps), ("small", 2, 200));
-    assert_eq!((recipe.train.anchors, recipe.train.gamma, recipe.train.batch_responses), (3, 2.5, 4));
+    assert_eq!((recipe.train.anchors, recipe.train.gamma, recipe.train.batch_responses), (3, 2.5, Some(4)));
     assert_eq!((recipe.target.revision.as_str(), recipe.devices.target.as_str()), ("a-branch", "cuda:0"));
 }

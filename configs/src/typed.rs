@@ -110,9 +110,9 @@ keys! { Regenerate at "regenerate.":
     engine: String, temperature: f64, top_p: f64, top_k: usize, max_new_tokens: usize, batch_rows: usize;
 }
 keys! { Train at "train.":
-    anchors: usize, gamma: f64, ar_weight: f64, objective: String, learning_rate: f64, mask_learning_rate: f64,
-    steps: usize, batch_responses: usize, warmup: f64, minimum_learning_rate: f64, weight_decay: f64, beta1: f64, beta2: f64, clip: f64,
-    chunk_rows: usize, recompute: bool, save_every: usize, evaluate_every: usize, evaluate_responses: usize, keep_last: usize;
+    anchors: usize, gamma: f64, ar_weight: f64, objective: String, position_weights: String, pace_alpha: f64, learning_rate: f64,
+    mask_learning_rate: f64, steps: usize, batch_responses: usize, batch_tokens: usize, forward_rows: usize, schedule: String,
+    warmup: f64, decay: f64, minimum_learning_rate: f64, weight_decay: f64, beta1: f64, beta2: f64, clip: f64, chunk_rows: usize, recompute: bool, save_every: usize, evaluate_every: usize, evaluate_responses: usize, keep_last: usize;
 }
 keys! { Prune at "prune.":
     remove: usize, min_layers: usize, keep_tau: f64, recovery_steps: usize, learning_rate: f64, ar_weight: f64, margin: f64,
@@ -120,9 +120,9 @@ keys! { Prune at "prune.":
 }
 keys! { Evaluate at "evaluate.":
     benchmarks: Vec<Written<String>>, decoders: Vec<Written<String>>, positions: usize, candidates: usize, limit: usize,
-    max_new_tokens: usize, temperature: f64, top_p: f64, top_k: usize;
+    every: usize, max_new_tokens: usize, temperature: f64, top_p: f64, top_k: usize;
 }
-keys! { Devices at "devices.": target: String, drafter: String; }
+keys! { Devices at "devices.": target: String, drafter: String, timeout: usize; }
 
 /// Reads the recipe file at `path` over `recipe`, after the file it extends. `named_at` is the `extends` that led here,
 /// `chain` the files being read (as given, canonical).

@@ -7,12 +7,16 @@ use std::sync::Arc;
 use crate::source::{Place, Source};
 use crate::typed::{self, Field, FromToml, Section, Written};
 use crate::{
-    AnchorSees, Benchmark, Data, Decoder, Devices, Drafter, DrafterKind, Dtype, Evaluate, Labels, Objective, Prune, Recipe,
-    RecipeError, Regenerate, Target, Train, paths,
+    AnchorSees, Benchmark, Data, Decoder, Devices, Drafter, DrafterKind, Dtype, Evaluate, Labels, Objective, PositionWeights,
+    Prune, Recipe, RecipeError, Regenerate, Schedule, Target, Train, paths,
 };
 
 const DTYPES: &[(&str, Dtype)] = &[("auto", Dtype::Auto), ("f32", Dtype::F32), ("bf16", Dtype::Bf16)];
 const LABELS: &[(&str, Labels)] = &[("in_place", Labels::InPlace), ("next", Labels::Next)];
+const OBJECTIVES: &[(&str, Objective)] =
+    &[("tokens", Objective::Tokens), ("target", Objective::Target), ("target_variation", Objective::TargetVariation)];
+const SCHEDULES: &[(&str, Schedule)] =
+    &[("constant", Schedule::Constant), ("linear", Schedule::Linear), ("cosine", Schedule::Cosine), ("wsd", Schedule::Wsd)];
 const DECODERS: &[(&str, Decoder)] =
     &[("autoregressive", Decoder::Autoregressive), ("lockstep", Decoder::Lockstep), ("asynchronous", Decoder::Asynchronous)];
 
@@ -147,16 +151,38 @@ fn train(section: &Section<typed::Train>, block_size: usize, whole_file: &Place)
         _ => 4.0,
     };
     let learning_rate = positive(&fields.learning_rate, 2e-5)?;
+    let batch_tokens = optional_count(&fields.batch_tokens)?;
+    let batch_responses = match (&fields.batch_tokens.written, &fields.batch_responses.written) {
+        (Some(tokens), Some(_)) => {
+            return Err(bad(
+                fields.batch_tokens.key,
+                &tokens.place,
+                "cannot stand beside `train.batch_responses`; keep one of them",
+            ));
+        }
+        (Some(_), None) => None,
+        (None, _) => Some(required_count(&fields.batch_responses, place)?),
+    };
     Ok(Train {
         anchors: count(&fields.anchors, 128)?,
         gamma: positive(&fields.gamma, gamma)?,
         ar_weight: not_negative(&fields.ar_weight, 1.0)?,
-        objective: choice(&fields.objective, Objective::Tokens, &[("tokens", Objective::Tokens), ("target", Objective::Target)])?,
+        objective: choice(&fields.objective, Objective::Tokens, OBJECTIVES)?,
+        position_weights: choice(
+            &fields.position_weights,
+            PositionWeights::Exponential,
+            &[("exponential", PositionWeights::Exponential), ("d_pace", PositionWeights::DPace)],
+        )?,
+        pace_alpha: fraction(&fields.pace_alpha, 0.5)?,
         learning_rate,
         mask_learning_rate: positive(&fields.mask_learning_rate, learning_rate)?,
         steps,
-        batch_responses: required_count(&fields.batch_responses, place)?,
+        batch_responses,
+        batch_tokens,
+        forward_rows: count(&fields.forward_rows, 8192)?,
+        schedule: choice(&fields.schedule, Schedule::Cosine, SCHEDULES)?,
         warmup: fraction(&fields.warmup, 0.04)?,
+        decay: fraction(&fields.decay, 0.2)?,
         minimum_learning_rate: fraction(&fields.minimum_learning_rate, 0.1)?,
         weight_decay: not_negative(&fields.weight_decay, 0.0)?,
         beta1: below_one(&fields.beta1, 0.9)?,
@@ -195,6 +221,7 @@ fn evaluate(fields: &typed::Evaluate) -> Result<Evaluate, RecipeError> {
         positions: count(&fields.positions, 11)?,
         candidates: count(&fields.candidates, 2)?,
         limit: optional_count(&fields.limit)?,
+        every: optional_count(&fields.every)?,
         max_new_tokens: count(&fields.max_new_tokens, 2048)?,
         temperature: not_negative(&fields.temperature, 0.0)?,
         top_p: share(&fields.top_p, 1.0)?,
@@ -233,7 +260,7 @@ fn decoders(field: &Field<Vec<Written<String>>>) -> Result<Vec<Decoder>, RecipeE
 }
 
 fn devices(fields: &typed::Devices) -> Result<Devices, RecipeError> {
-    Ok(Devices { target: device(&fields.target)?, drafter: device(&fields.drafter)? })
+    Ok(Devices { target: device(&fields.target)?, drafter: device(&fields.drafter)?, timeout: count(&fields.timeout, 600)? })
 }
 
 fn device(field: &Field<String>) -> Result<String, RecipeError> {

@@ -7,6 +7,7 @@
 
 pub mod asynchronous;
 pub mod benchmark;
+pub mod bootstrap;
 pub mod decode;
 pub mod drafter;
 pub mod fan_out;

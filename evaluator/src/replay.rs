@@ -3,8 +3,9 @@
 //! Each response is walked as lockstep decoding would have walked it, many at a time: a forward takes in what the last round of
 //! each lane committed and drafts its next block. A lane whose response is finished starts the next one at once.
 
-use data::supervision::Example;
+use data::supervision::{Example, counter_generator, purpose};
 
+use crate::bootstrap::interval;
 use crate::decode::DecodeError;
 use crate::drafter::{Block, Drafter, LaneWork};
 use crate::rounds::{acceptance_by_position, mean, ratio};
@@ -22,8 +23,34 @@ pub struct Replay {
     pub tau_macro: f64,
     /// Share of rounds in which the drafted token at this position was kept, among those that proposed one there.
     pub acceptance_by_position: Vec<f64>,
+    /// 95 % interval of the pooled τ: bootstrap over responses.
+    pub tau_interval: (f64, f64),
     /// Rounds and committed tokens of each response, in the order given.
     pub per_response: Vec<(usize, usize)>,
+    /// Drafted and accepted tokens of each round, in no particular order.
+    pub judged: Vec<(usize, usize)>,
+}
+
+impl Replay {
+    /// The figures of what was counted; the parts of several replays may simply be put together.
+    pub fn new(per_response: Vec<(usize, usize)>, judged: Vec<(usize, usize)>) -> Self {
+        let pooled = |responses: &mut dyn Iterator<Item = (usize, usize)>| {
+            let (rounds, committed) = responses.fold((0, 0), |sum, each| (sum.0 + each.0, sum.1 + each.1));
+            (rounds, committed, ratio(committed, rounds))
+        };
+        let (rounds, committed, tau_pooled) = pooled(&mut per_response.iter().copied());
+        let of_picked = |picked: &[usize]| pooled(&mut picked.iter().map(|&index| per_response[index])).2;
+        Self {
+            rounds,
+            committed,
+            tau_pooled,
+            tau_macro: mean(per_response.iter().filter(|each| each.0 > 0).map(|&(rounds, committed)| ratio(committed, rounds))),
+            acceptance_by_position: acceptance_by_position(judged.iter().copied()),
+            tau_interval: interval(per_response.len(), counter_generator(0, purpose::BOOTSTRAP, 0, 0), of_picked),
+            per_response,
+            judged,
+        }
+    }
 }
 
 /// A response on its way through the rounds.
@@ -91,15 +118,7 @@ pub fn replay(drafter: &Drafter, examples: &[Example], responses_per_batch: usiz
             }
         }
     }
-    let (rounds, committed) = per_response.iter().fold((0, 0), |sum, each| (sum.0 + each.0, sum.1 + each.1));
-    Ok(Replay {
-        rounds,
-        committed,
-        tau_pooled: ratio(committed, rounds),
-        tau_macro: mean(per_response.iter().filter(|each| each.0 > 0).map(|&(rounds, committed)| ratio(committed, rounds))),
-        acceptance_by_position: acceptance_by_position(judged.into_iter()),
-        per_response,
-    })
+    Ok(Replay::new(per_response, judged))
 }
 
 /// What a round does with a draft when the response goes on with `rest`: (drafted tokens judged, accepted, committed).

@@ -18,6 +18,8 @@ use crate::weights::{self, WeightsError};
 
 /// The link to the newest checkpoint of a folder of checkpoints.
 pub const LATEST: &str = "latest";
+/// The link to the checkpoint with the largest τ of a folder of checkpoints.
+pub const BEST: &str = "best";
 /// `.NAME.partial` is a checkpoint being written.
 const PARTIAL: &str = ".partial";
 /// `.NAME.replaced` is an old checkpoint that a new one is taking the name of.
@@ -93,8 +95,6 @@ impl TextFiles {
 
 /// Writes a checkpoint under `folder`, its weights as `kind`, replacing an older one of that name.
 ///
-/// `extra` may add more to the folder it is given (such as `state/`) before the checkpoint gets its name.
-///
 /// # Errors
 /// Something cannot be written; what stood under `folder` is then untouched.
 pub fn save(
@@ -103,20 +103,37 @@ pub fn save(
     drafter: &DrafterFile,
     files: &TextFiles,
     kind: Kind,
-    extra: impl FnOnce(&Path) -> io::Result<()>,
+) -> Result<(), CheckpointError> {
+    begin(folder, model, drafter, files, kind)?;
+    publish(folder)
+}
+
+/// The folder in which a checkpoint is put together before it gets the name `folder`.
+///
+/// # Errors
+/// `folder` ends in no name.
+pub fn partial(folder: &Path) -> Result<PathBuf, CheckpointError> {
+    hidden_sibling(folder, PARTIAL)
+}
+
+/// Writes all files of a checkpoint into its [`partial`] folder. Whoever wants to add more (such as `state/`) does so before
+/// [`publish`].
+///
+/// # Errors
+/// Something cannot be written; what stands under `folder` is untouched.
+pub fn begin(
+    folder: &Path,
+    model: &Transformer,
+    drafter: &DrafterFile,
+    files: &TextFiles,
+    kind: Kind,
 ) -> Result<(), CheckpointError> {
     let dtype = dtype_name(kind)?;
-    let partial = hidden_sibling(folder, PARTIAL)?;
-    let parent = parent_of(folder);
-    let io = |doing, path: &Path| {
-        let path = path.to_path_buf();
-        move |source| CheckpointError::Io { doing, path, source }
-    };
+    let partial = partial(folder)?;
     if partial.exists() {
         fs::remove_dir_all(&partial).map_err(io("remove", &partial))?;
     }
     fs::create_dir_all(&partial).map_err(io("create", &partial))?;
-
     save_safetensors_as(&partial.join("model.safetensors"), &model.named_parameters(), kind)?;
     let drafter_json = serde_json::to_value(drafter).unwrap_or_default();
     let texts = [
@@ -132,9 +149,16 @@ pub fn save(
             fs::write(&path, text).map_err(io("write", &path))?;
         }
     }
-    extra(&partial).map_err(io("complete", &partial))?;
-    sync_tree(&partial).map_err(io("sync", &partial))?;
+    Ok(())
+}
 
+/// Gives a finished [`partial`] folder its name.
+///
+/// # Errors
+/// It cannot be synced or renamed; what stood under `folder` is then untouched.
+pub fn publish(folder: &Path) -> Result<(), CheckpointError> {
+    let partial = partial(folder)?;
+    sync_tree(&partial).map_err(io("sync", &partial))?;
     // A folder cannot be renamed over a full one, so an older checkpoint steps aside first; `remove_partial` puts it back should the
     // process die between the two renames.
     let replaced = hidden_sibling(folder, REPLACED)?;
@@ -144,6 +168,7 @@ pub fn save(
         }
         fs::rename(folder, &replaced).map_err(io("replace", folder))?;
     }
+    let parent = parent_of(folder);
     fs::rename(&partial, folder).map_err(io("rename to", folder))?;
     sync(parent).map_err(io("sync", parent))?;
     if replaced.exists() {
@@ -177,16 +202,13 @@ pub fn load_drafter_file(folder: &Path) -> Result<DrafterFile, CheckpointError> 
     serde_json::from_str(&text).map_err(|error| wrong(error.to_string()))
 }
 
-/// Makes `parent/latest` a link to `parent/name`, in one step as seen by any reader.
+/// Makes `parent/link` ([`LATEST`] or [`BEST`]) a link to `parent/name`, in one step as seen by any reader.
 ///
 /// # Errors
 /// There is no such checkpoint, or the link cannot be written.
-pub fn point_latest(parent: &Path, name: &str) -> Result<(), CheckpointError> {
-    let (link, temporary) = (parent.join(LATEST), parent.join(format!(".{LATEST}{PARTIAL}")));
-    let io = |doing, path: &Path| {
-        let path = path.to_path_buf();
-        move |source| CheckpointError::Io { doing, path, source }
-    };
+pub fn point(parent: &Path, link: &str, name: &str) -> Result<(), CheckpointError> {
+    let temporary = parent.join(format!(".{link}{PARTIAL}"));
+    let link = parent.join(link);
     fs::metadata(parent.join(name)).map_err(io("link to", &parent.join(name)))?;
     match fs::remove_file(&temporary) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(io("remove", &temporary)(error)),
@@ -203,10 +225,6 @@ pub fn point_latest(parent: &Path, name: &str) -> Result<(), CheckpointError> {
 /// # Errors
 /// Something cannot be read, moved or removed. A folder that does not exist is clean.
 pub fn remove_partial(parent: &Path) -> Result<usize, CheckpointError> {
-    let io = |doing, path: &Path| {
-        let path = path.to_path_buf();
-        move |source| CheckpointError::Io { doing, path, source }
-    };
     let entries = match fs::read_dir(parent) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
         entries => entries.map_err(io("read", parent))?,
@@ -230,6 +248,12 @@ pub fn remove_partial(parent: &Path) -> Result<usize, CheckpointError> {
         cleared += 1;
     }
     Ok(cleared)
+}
+
+/// Turns an error of the file system into one that says what was being done to what.
+fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CheckpointError + use<> {
+    let path = path.to_path_buf();
+    move |source| CheckpointError::Io { doing, path, source }
 }
 
 fn dtype_name(kind: Kind) -> Result<&'static str, CheckpointError> {
@@ -296,7 +320,7 @@ mod tests {
     }
 
     fn save_step(folder: &Path, step: u64) -> Result<(), CheckpointError> {
-        save(folder, &model(), &drafter(step), &TextFiles::default(), Kind::Float, |_| Ok(()))
+        save(folder, &model(), &drafter(step), &TextFiles::default(), Kind::Float)
     }
 
     fn names(folder: &Path) -> Vec<String> {
@@ -310,11 +334,12 @@ mod tests {
     fn what_is_saved_is_loaded() {
         let parent = tempfile::tempdir().unwrap();
         let folder = parent.path().join("train/step-000001");
-        let add_state = |partial: &Path| {
-            fs::create_dir(partial.join("state"))?;
-            fs::write(partial.join("state/rank-0"), "here")
-        };
-        save(&folder, &model(), &drafter(1), &TextFiles::default(), Kind::Float, add_state).unwrap();
+        begin(&folder, &model(), &drafter(1), &TextFiles::default(), Kind::Float).unwrap();
+        let state = partial(&folder).unwrap().join("state");
+        fs::create_dir(&state).unwrap();
+        fs::write(state.join("rank-0"), "here").unwrap();
+        assert!(!folder.exists());
+        publish(&folder).unwrap();
         let (loaded, file) = load(&folder, Kind::Float, Device::Cpu).unwrap();
         assert_eq!((file, &loaded.config), (drafter(1), &model().config));
         for ((name, saved), (_, loaded)) in model().named_parameters().into_iter().zip(loaded.named_parameters()) {
@@ -336,13 +361,12 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_save_leaves_the_older_one_alone() {
+    fn an_unfinished_save_leaves_the_older_one_alone() {
         let parent = tempfile::tempdir().unwrap();
         let folder = parent.path().join("layers-2");
         save_step(&folder, 1).unwrap();
-        let fail = |_: &Path| Err(io::Error::other("no space"));
-        let error = save(&folder, &model(), &drafter(2), &TextFiles::default(), Kind::Float, fail).unwrap_err();
-        assert!(error.to_string().contains("no space"), "{error}");
+        // Begun and never published, as when the disk fills up on the way.
+        begin(&folder, &model(), &drafter(2), &TextFiles::default(), Kind::Float).unwrap();
         assert_eq!(load_drafter_file(&folder).unwrap().step, 1);
         assert_eq!(remove_partial(parent.path()).unwrap(), 1);
         assert_eq!(names(parent.path()), ["layers-2"]);
@@ -367,10 +391,10 @@ mod tests {
         for step in [1, 2] {
             save_step(&parent.path().join(format!("step-{step}")), step).unwrap();
             std::os::unix::fs::symlink("nowhere", parent.path().join(".latest.partial")).unwrap();
-            point_latest(parent.path(), &format!("step-{step}")).unwrap();
+            point(parent.path(), LATEST, &format!("step-{step}")).unwrap();
             assert_eq!(load_drafter_file(&parent.path().join(LATEST)).unwrap().step, step);
         }
-        assert!(point_latest(parent.path(), "step-3").is_err());
+        assert!(point(parent.path(), LATEST, "step-3").is_err());
         assert_eq!(names(parent.path()), ["latest", "step-1", "step-2"]);
     }
 
@@ -380,11 +404,8 @@ mod tests {
         let folder = parent.path().join("layers-2");
         assert!(matches!(load(&folder, Kind::Float, Device::Cpu), Err(CheckpointError::DrafterFile { .. })));
         let wrong = DrafterFile { layers: 3, ..drafter(1) };
-        save(&folder, &model(), &wrong, &TextFiles::default(), Kind::Float, |_| Ok(())).unwrap();
+        save(&folder, &model(), &wrong, &TextFiles::default(), Kind::Float).unwrap();
         assert!(matches!(load(&folder, Kind::Float, Device::Cpu), Err(CheckpointError::Layers { stated: 3, found: 2, .. })));
-        assert!(matches!(
-            save(&folder, &model(), &wrong, &TextFiles::default(), Kind::Int64, |_| Ok(())),
-            Err(CheckpointError::Kind(_))
-        ));
+        assert!(matches!(save(&folder, &model(), &wrong, &TextFiles::default(), Kind::Int64), Err(CheckpointError::Kind(_))));
     }
 }

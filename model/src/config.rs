@@ -149,31 +149,39 @@ impl ModelConfig {
 
     /// Names and shapes of all parameters in the order of the data: embedding, layers, final norm, head when untied.
     pub fn parameter_shapes(&self) -> Vec<(String, Vec<i64>)> {
+        let mut shapes = vec![("model.embed_tokens.weight".to_string(), vec![self.vocab_size, self.hidden_size])];
+        for layer in 0..self.num_hidden_layers {
+            let of_layer = self.layer_shapes().into_iter();
+            shapes.extend(of_layer.map(|(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape)));
+        }
+        shapes.push(("model.norm.weight".to_string(), vec![self.hidden_size]));
+        if !self.tie_word_embeddings {
+            shapes.push(("lm_head.weight".to_string(), vec![self.vocab_size, self.hidden_size]));
+        }
+        shapes
+    }
+
+    /// Names and shapes of one layer's parameters, the same for each layer.
+    pub fn layer_shapes(&self) -> Vec<(&'static str, Vec<i64>)> {
         let (hidden, feed_forward) = (self.hidden_size, self.intermediate_size);
         let queries = self.num_attention_heads * self.head_dim;
         let keys = self.num_key_value_heads * self.head_dim;
-        let mut shapes = vec![("model.embed_tokens.weight".to_string(), vec![self.vocab_size, hidden])];
-        for layer in 0..self.num_hidden_layers {
-            let mut push =
-                |name: &str, shape: &[i64]| shapes.push((format!("model.layers.{layer}.{name}.weight"), shape.to_vec()));
-            push("input_layernorm", &[hidden]);
-            push("self_attn.q_proj", &[queries, hidden]);
-            push("self_attn.k_proj", &[keys, hidden]);
-            push("self_attn.v_proj", &[keys, hidden]);
-            push("self_attn.o_proj", &[hidden, queries]);
-            if self.has_query_key_norm() {
-                push("self_attn.q_norm", &[self.head_dim]);
-                push("self_attn.k_norm", &[self.head_dim]);
-            }
-            push("post_attention_layernorm", &[hidden]);
-            push("mlp.gate_proj", &[feed_forward, hidden]);
-            push("mlp.up_proj", &[feed_forward, hidden]);
-            push("mlp.down_proj", &[hidden, feed_forward]);
+        let mut shapes = vec![
+            ("input_layernorm", vec![hidden]),
+            ("self_attn.q_proj", vec![queries, hidden]),
+            ("self_attn.k_proj", vec![keys, hidden]),
+            ("self_attn.v_proj", vec![keys, hidden]),
+            ("self_attn.o_proj", vec![hidden, queries]),
+        ];
+        if self.has_query_key_norm() {
+            shapes.extend([("self_attn.q_norm", vec![self.head_dim]), ("self_attn.k_norm", vec![self.head_dim])]);
         }
-        shapes.push(("model.norm.weight".to_string(), vec![hidden]));
-        if !self.tie_word_embeddings {
-            shapes.push(("lm_head.weight".to_string(), vec![self.vocab_size, hidden]));
-        }
+        shapes.extend([
+            ("post_attention_layernorm", vec![hidden]),
+            ("mlp.gate_proj", vec![feed_forward, hidden]),
+            ("mlp.up_proj", vec![feed_forward, hidden]),
+            ("mlp.down_proj", vec![hidden, feed_forward]),
+        ]);
         shapes
     }
 }

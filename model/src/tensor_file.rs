@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
@@ -99,16 +100,41 @@ impl StoredTensor {
     /// The file cannot be read, has become shorter, or the tensor's kind is none of libtorch's common ones.
     pub fn read(&self) -> Result<Tensor, TensorFileError> {
         let io = |source| TensorFileError::Read { path: self.file.clone(), source };
-        let kind = kind_of(self.dtype).ok_or_else(|| TensorFileError::Dtype {
+        let kind = self.kind()?;
+        let bytes = self.read_bytes(0, self.bytes).map_err(io)?;
+        torch::from_bytes(&bytes, &self.shape, kind).map_err(|error| torch_error(&self.file, &self.name, &error))
+    }
+
+    /// Reads elements `range` of the flattened tensor, as [`StoredTensor::read`].
+    ///
+    /// # Errors
+    /// As [`StoredTensor::read`]; the range reaches beyond the tensor.
+    pub fn read_range(&self, range: Range<i64>) -> Result<Tensor, TensorFileError> {
+        let io = |source| TensorFileError::Read { path: self.file.clone(), source };
+        let kind = self.kind()?;
+        let size = kind.elt_size_in_bytes() as u64;
+        let count = range.end - range.start;
+        if range.start < 0 || count < 0 || range.end as u64 * size > self.bytes {
+            return Err(io(std::io::Error::other(format!("`{}` has no elements {range:?}", self.name))));
+        }
+        let bytes = self.read_bytes(range.start as u64 * size, count as u64 * size).map_err(io)?;
+        torch::from_bytes(&bytes, &[count], kind).map_err(|error| torch_error(&self.file, &self.name, &error))
+    }
+
+    fn read_bytes(&self, start: u64, count: u64) -> std::io::Result<Vec<u8>> {
+        let mut file = File::open(&self.file)?;
+        file.seek(SeekFrom::Start(self.offset + start))?;
+        let mut bytes = vec![0; count as usize];
+        file.read_exact(&mut bytes)?;
+        Ok(bytes)
+    }
+
+    fn kind(&self) -> Result<Kind, TensorFileError> {
+        kind_of(self.dtype).ok_or_else(|| TensorFileError::Dtype {
             path: self.file.clone(),
             tensor: self.name.clone(),
             dtype: format!("{:?}", self.dtype),
-        })?;
-        let mut file = File::open(&self.file).map_err(io)?;
-        file.seek(SeekFrom::Start(self.offset)).map_err(io)?;
-        let mut bytes = vec![0; self.bytes as usize];
-        file.read_exact(&mut bytes).map_err(io)?;
-        torch::from_bytes(&bytes, &self.shape, kind).map_err(|error| torch_error(&self.file, &self.name, &error))
+        })
     }
 }
 

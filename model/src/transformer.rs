@@ -33,7 +33,7 @@ pub struct Transformer {
     pub norm: Tensor,
     /// `None` when the head is tied to the embedding.
     pub lm_head: Option<Tensor>,
-    inverse_frequencies: Tensor,
+    rotary: Rotary,
 }
 
 impl Transformer {
@@ -46,25 +46,13 @@ impl Transformer {
         let query_key_norm = config.has_query_key_norm();
         let mut layers = Vec::with_capacity(config.num_hidden_layers);
         for _ in 0..config.num_hidden_layers {
-            layers.push(Layer {
-                input_layernorm: next()?,
-                q_proj: next()?,
-                k_proj: next()?,
-                v_proj: next()?,
-                o_proj: next()?,
-                q_norm: if query_key_norm { Some(next()?) } else { None },
-                k_norm: if query_key_norm { Some(next()?) } else { None },
-                post_attention_layernorm: next()?,
-                gate_proj: next()?,
-                up_proj: next()?,
-                down_proj: next()?,
-            });
+            layers.push(Layer::from_source(query_key_norm, &mut next)?);
         }
         let norm = next()?;
         let lm_head = if config.tie_word_embeddings { None } else { Some(next()?) };
         drop(parameters);
-        let inverse_frequencies = inverse_frequencies(&config).to_device(embed_tokens.device());
-        Ok(Self { config, embed_tokens, layers, norm, lm_head, inverse_frequencies })
+        let rotary = Rotary::new(&config, embed_tokens.device());
+        Ok(Self { config, embed_tokens, layers, norm, lm_head, rotary })
     }
 
     /// A model of seeded random weights, for tests: normal with a deviation that keeps logits lively, norms near one.
@@ -101,7 +89,7 @@ impl Transformer {
             layers: kept.iter().map(|&index| self.layers[index].shallow_clone()).collect(),
             norm: self.norm.detach(),
             lm_head: self.lm_head.as_ref().map(Tensor::detach),
-            inverse_frequencies: self.inverse_frequencies.shallow_clone(),
+            rotary: self.rotary.shallow_clone(),
         }
     }
 
@@ -160,14 +148,28 @@ impl Transformer {
 
     /// RoPE tables for these positions.
     pub fn rope(&self, positions_t: &Tensor) -> Rope {
-        let angles = positions_t.to_kind(Kind::Float).unsqueeze(1) * self.inverse_frequencies.unsqueeze(0);
-        let (cos, sin) = (angles.cos(), angles.sin());
-        let both = |first: &Tensor, second: &Tensor| Tensor::cat(&[first, second], 1).unsqueeze(1);
-        Rope { cos_t1e: both(&cos, &cos), sin_t1e: both(&-&sin, &sin) }
+        self.rotary.tables(positions_t)
     }
 }
 
 impl Layer {
+    /// Builds a layer by asking for each of its parameters in the order of [`ModelConfig::layer_shapes`].
+    pub fn from_source<E>(query_key_norm: bool, mut next: impl FnMut() -> Result<Tensor, E>) -> Result<Self, E> {
+        Ok(Self {
+            input_layernorm: next()?,
+            q_proj: next()?,
+            k_proj: next()?,
+            v_proj: next()?,
+            o_proj: next()?,
+            q_norm: if query_key_norm { Some(next()?) } else { None },
+            k_norm: if query_key_norm { Some(next()?) } else { None },
+            post_attention_layernorm: next()?,
+            gate_proj: next()?,
+            up_proj: next()?,
+            down_proj: next()?,
+        })
+    }
+
     fn shallow_clone(&self) -> Self {
         Self {
             input_layernorm: self.input_layernorm.detach(),
@@ -221,10 +223,34 @@ impl Layer {
 }
 
 /// Root-mean-square norm over the last dimension, reduced in f32 as Hugging Face does.
-fn rms_norm(input: &Tensor, weight: &Tensor, epsilon: f64) -> Tensor {
+pub fn rms_norm(input: &Tensor, weight: &Tensor, epsilon: f64) -> Tensor {
     let wide = input.to_kind(Kind::Float);
     let scale = (wide.square().mean_dim(-1, true, Kind::Float) + epsilon).rsqrt();
     (wide * scale).to_kind(input.kind()) * weight
+}
+
+/// The angles by which positions turn queries and keys: `[E / 2]`, one for each pair of features.
+pub struct Rotary {
+    inverse_frequencies: Tensor,
+}
+
+impl Rotary {
+    /// The angles of a model, on `device`.
+    pub fn new(config: &ModelConfig, device: Device) -> Self {
+        Self { inverse_frequencies: inverse_frequencies(config).to_device(device) }
+    }
+
+    /// RoPE tables for these positions `[T]`.
+    pub fn tables(&self, positions_t: &Tensor) -> Rope {
+        let angles = positions_t.to_kind(Kind::Float).unsqueeze(1) * self.inverse_frequencies.unsqueeze(0);
+        let (cos, sin) = (angles.cos(), angles.sin());
+        let both = |first: &Tensor, second: &Tensor| Tensor::cat(&[first, second], 1).unsqueeze(1);
+        Rope { cos_t1e: both(&cos, &cos), sin_t1e: both(&-&sin, &sin) }
+    }
+
+    fn shallow_clone(&self) -> Self {
+        Self { inverse_frequencies: self.inverse_frequencies.shallow_clone() }
+    }
 }
 
 /// Cosines and sines `[T, 1, E]` in f32 for the rows of one forward; the sines of the first half are negated.

@@ -66,8 +66,7 @@ fn checkpoints_load_in_transformers_with_the_same_tokens_and_logits() {
         let model = Transformer::random(ModelConfig::from_json(&config).unwrap(), 3, Kind::Float);
         let parent = tempfile::tempdir().unwrap();
         let folder = parent.path().join("step-000001");
-        checkpoint::save(&folder, &model, &DrafterFile { layers: 2, ..DrafterFile::default() }, &files, kind, |_| Ok(()))
-            .unwrap();
+        checkpoint::save(&folder, &model, &DrafterFile { layers: 2, ..DrafterFile::default() }, &files, kind).unwrap();
         assert_transformers_agrees(&folder, &tokenizer);
     }
     let trained = root().join("runs/quickstart/train/latest");

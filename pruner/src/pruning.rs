@@ -13,10 +13,13 @@ use evaluator::replay::replay;
 use model::Transformer;
 use model::checkpoint::{self, CheckpointError, DrafterFile, TextFiles};
 use torch::TorchError;
+use torch::group::Group;
 use trainer::backward::Objective;
 use trainer::metrics::MetricSink;
 use trainer::objective::Distillation;
-use trainer::training::{Ending, Output, Plan, StepReport, TrainError, drafter_of, step_name, train};
+use trainer::saving::{Output, step_name};
+use trainer::training::{Ending, Plan, TrainError, Training, drafter_of, train};
+use trainer::watching::{StepReport, Watch};
 
 use crate::ledger::{Event, Ledger, TauLoss};
 use crate::search::{Blocks, tau_losses};
@@ -48,6 +51,8 @@ pub struct Context<'a> {
     pub files: &'a TextFiles,
     pub folder: &'a Path,
     pub examples: &'a [Example],
+    /// The examples' ids.
+    pub ids: &'a [String],
     pub held_out: &'a [Example],
 }
 
@@ -119,11 +124,11 @@ pub fn prune(
         move |source| PruneError::Write { path, source }
     };
     let mut ledger = Ledger::open(&path).map_err(write(&path))?;
-    let shape = settings.recovery.shape;
+    let shape = settings.recovery.packing.shape;
     let tau_of =
         |model: &Transformer| replay(&drafter_of(model, shape), context.held_out, REPLAY_LANES).map(|replay| replay.tau_pooled);
     let tau_unpruned = tau_of(context.teacher)?;
-    let blocks = Blocks::draw(context.held_out, shape, settings.anchors, settings.recovery.seed);
+    let blocks = Blocks::draw(context.held_out, shape, settings.anchors, settings.recovery.packing.seed);
 
     let (mut current, mut tau_current) = (context.teacher.shallow_clone(), tau_unpruned);
     let (mut file, mut parent) = (context.drafter.clone(), context.parent.to_string());
@@ -134,7 +139,7 @@ pub fn prune(
             Some(original_layer) => original_layer,
             None => {
                 if let Ending::Stopped { step } =
-                    measure(&current, &blocks, &mut ledger, settings.recovery.seed, progress, stop, &path)?
+                    measure(&current, &blocks, &mut ledger, settings.recovery.packing.seed, progress, stop, &path)?
                 {
                     return Ok(Ending::Stopped { step });
                 }
@@ -245,17 +250,27 @@ fn recover(
     fs::create_dir_all(&work).map_err(|source| PruneError::Write { path: work.clone(), source })?;
     let plan = Plan { stage: recovery_name(drafter.layers), ..settings.recovery.clone() };
     let output = Output { folder: &work, drafter: drafter.clone(), files: context.files };
-    let objective = Objective::Unpruned { teacher: context.teacher, how: settings.distillation };
+    let group = Group::alone();
+    let training = Training {
+        start: start.shallow_clone(),
+        examples: context.examples,
+        ids: context.ids,
+        held_out: &[],
+        objective: Objective::Unpruned { teacher: context.teacher, how: settings.distillation },
+        output,
+        group: &group,
+    };
     let mut report = |step: &StepReport| progress(Progress::Recovering(step));
-    let ending = train(start, &plan, context.examples, &[], &objective, &output, sink, &mut report, stop)?;
+    let mut watch = Watch { sink: Some(sink), report: &mut report, score_every: None, score: None };
+    let ending = train(training, &plan, &mut watch, stop)?;
     if ending == Ending::Done {
         let last = if plan.steps == 0 { None } else { Some(work.join(step_name(plan.steps))) };
         match last {
             Some(last) => {
                 let (model, file) = checkpoint::load(&last, plan.kind, context.teacher.device())?;
-                checkpoint::save(folder, &model, &file, context.files, plan.kind, |_| Ok(()))?;
+                checkpoint::save(folder, &model, &file, context.files, plan.kind)?;
             }
-            None => checkpoint::save(folder, start, &drafter, context.files, plan.kind, |_| Ok(()))?,
+            None => checkpoint::save(folder, start, &drafter, context.files, plan.kind)?,
         }
     }
     Ok(ending)

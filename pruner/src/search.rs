@@ -3,7 +3,8 @@
 //! A candidate without layer l shares everything below l with the full drafter, so each starts from the hidden states kept at l: half
 //! of the plain loop's work.
 
-use data::supervision::{Example, below, counter_generator, draw_anchors, purpose};
+use data::supervision::{Example, counter_generator, draw_anchors, purpose};
+use evaluator::bootstrap::interval;
 use model::{PackedAttention, Transformer};
 use tch::Tensor;
 use trainer::batch::{Batch, BlockShape};
@@ -12,9 +13,6 @@ use crate::ledger::TauLoss;
 
 /// Responses that go through the drafter together.
 const BATCH: usize = 8;
-
-/// Resamples of the paired bootstrap.
-const RESAMPLES: usize = 1000;
 
 /// The held-out blocks that every candidate drafts.
 pub struct Blocks {
@@ -140,30 +138,12 @@ impl<'a> Run<'a> {
 fn tau_loss(depth: usize, layer: usize, with: &Committed, without: &Committed, seed: u64) -> TauLoss {
     let tau = |sums: (usize, usize)| sums.0 as f64 / sums.1.max(1) as f64;
     let total = |all: &Committed| all.iter().fold((0, 0), |sum, each| (sum.0 + each.0, sum.1 + each.1));
-    let mut generator = counter_generator(seed, purpose::BOOTSTRAP, depth as u64, layer as u64);
-    let mut resampled: Vec<f64> = (0..RESAMPLES)
-        .map(|_| {
-            let (mut kept, mut lost) = ((0, 0), (0, 0));
-            for _ in 0..with.len() {
-                let pick = below(&mut generator, with.len() as u64) as usize;
-                kept = (kept.0 + with[pick].0, kept.1 + with[pick].1);
-                lost = (lost.0 + without[pick].0, lost.1 + without[pick].1);
-            }
-            tau(kept) - tau(lost)
-        })
-        .collect();
-    resampled.sort_by(f64::total_cmp);
+    let of_picked = |all: &Committed, picked: &[usize]| {
+        tau(picked.iter().fold((0, 0), |sum, &index| (sum.0 + all[index].0, sum.1 + all[index].1)))
+    };
+    let generator = counter_generator(seed, purpose::BOOTSTRAP, depth as u64, layer as u64);
+    let (low, high) = interval(with.len(), generator, |picked| of_picked(with, picked) - of_picked(without, picked));
     let (tau_with, tau_without) = (tau(total(with)), tau(total(without)));
-    let quantile = |share: f64| resampled.get((share * RESAMPLES as f64) as usize).copied().unwrap_or(0.0);
     let blocks = total(with).1;
-    TauLoss {
-        depth,
-        layer,
-        tau_with,
-        tau_without,
-        tau_loss: tau_with - tau_without,
-        low: quantile(0.025),
-        high: quantile(0.975),
-        blocks,
-    }
+    TauLoss { depth, layer, tau_with, tau_without, tau_loss: tau_with - tau_without, low, high, blocks }
 }

@@ -14,12 +14,16 @@ use pruner::ledger::{Event, Ledger, TauLoss};
 use pruner::pruning::{Context, Progress, PruneError, Settings, prune};
 use pruner::search::{Blocks, tau_losses};
 use tch::Kind;
+use torch::group::Group;
 use trainer::backward::{LossSettings, Objective};
 use trainer::batch::BlockShape;
 use trainer::metrics::Sinks;
-use trainer::objective::Distillation;
-use trainer::optimiser::AdamWSettings;
-use trainer::training::{Ending, Output, Plan, drafter_of, train};
+use trainer::objective::{Distillation, PositionWeights};
+use trainer::optimiser::{AdamWSettings, Curve, Schedule};
+use trainer::packing::{BatchSize, Packing};
+use trainer::saving::Output;
+use trainer::training::{Ending, Plan, Training, drafter_of, train};
+use trainer::watching::Watch;
 
 const BLOCK: usize = 4;
 
@@ -33,21 +37,27 @@ fn examples(count: u32) -> Vec<Example> {
     (0..count).map(|row| Example { ids: sequence(row), prompt_length: 4 }).collect()
 }
 
+fn ids(count: u32) -> Vec<String> {
+    (0..count).map(|row| row.to_string()).collect()
+}
+
 fn plan(labels: Labels, steps: u64) -> Plan {
     Plan {
         stage: "recover".to_string(),
-        seed: 7,
         steps,
-        batch_responses: 4,
-        anchors: 6,
-        gamma: 4.0,
-        shape: shape(labels),
-        loss: LossSettings { ar_weight: 1.0, chunk_rows: 64, recompute: false },
+        packing: Packing {
+            seed: 7,
+            size: BatchSize::Responses(4),
+            anchors: 6,
+            shape: shape(labels),
+            gamma: 4.0,
+            forward_rows: 1000,
+        },
+        loss: LossSettings { ar_weight: 1.0, weights: PositionWeights::Exponential, chunk_rows: 64, recompute: false },
         optimiser: AdamWSettings { beta1: 0.9, beta2: 0.95, weight_decay: 0.0 },
         learning_rate: 1e-2,
         mask_learning_rate: 1e-2,
-        warmup: 0.1,
-        minimum_learning_rate: 0.1,
+        schedule: Schedule { warmup: 0.1, curve: Curve::Cosine, minimum: 0.1 },
         clip: 1.0,
         save_every: 2,
         evaluate_every: 1000,
@@ -67,9 +77,18 @@ fn trained(labels: Labels) -> Transformer {
     let start = Transformer::random(ModelConfig::from_json(&config).unwrap(), 3, Kind::Float);
     let folder = tempfile::tempdir().unwrap();
     let drafter = DrafterFile { block_size: BLOCK, mask_token: 23, ..DrafterFile::default() };
-    let output = Output { folder: folder.path(), drafter, files: &text_files() };
-    let (plan, stop) = (plan(labels, 60), AtomicBool::new(false));
-    train(&start, &plan, &examples(12), &[], &Objective::Tokens, &output, &mut Sinks(Vec::new()), &mut |_| {}, &stop).unwrap();
+    let (plan, stop, group, files) = (plan(labels, 60), AtomicBool::new(false), Group::alone(), text_files());
+    let training = Training {
+        start,
+        examples: &examples(12),
+        ids: &ids(12),
+        held_out: &[],
+        objective: Objective::Tokens,
+        output: Output { folder: folder.path(), drafter, files: &files },
+        group: &group,
+    };
+    let mut watch = Watch { sink: None, report: &mut |_| {}, score_every: None, score: None };
+    train(training, &plan, &mut watch, &stop).unwrap();
     model::checkpoint::load(&folder.path().join("latest"), Kind::Float, tch::Device::Cpu).unwrap().0
 }
 
@@ -129,7 +148,7 @@ fn run(folder: &Path, teacher: &Transformer, remove: usize, stop_at: usize) -> R
     let (files, examples, held_out) = (text_files(), examples(12), examples(15).split_off(12));
     let drafter = DrafterFile { block_size: BLOCK, labels: "next".to_string(), mask_token: 23, ..DrafterFile::default() };
     let (parent, files) = ("step-000060", &files);
-    let context = Context { teacher, parent, drafter, files, folder, examples: &examples, held_out: &held_out };
+    let context = Context { teacher, parent, drafter, files, folder, examples: &examples, ids: &ids(12), held_out: &held_out };
     let settings = Settings {
         remove,
         min_layers: 1,

@@ -2,6 +2,9 @@
 #![allow(clippy::unwrap_used)]
 
 mod bad_input;
+mod interrupt;
+mod launch;
+mod ranks;
 mod tiny;
 mod whole_runs;
 

@@ -1,34 +1,22 @@
 //! A run that is interrupted or killed in every stage ends with the results of one that was left alone.
 
 use std::fs;
-use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::ExitStatus;
 
-use super::{drafthorse, stderr, tiny};
+use super::{drafthorse, interrupt, stderr, tiny};
 
 /// The title of each piece of work's progress, in order: every stage at least once.
 const WORK: [&str; 7] = ["regenerate", "train", "layers", "recover", "step-000000", "step-000030", "layers-03"];
 
 const COMMAND: [&str; 4] = ["run", "recipe.toml", "--log-format", "json"];
 
+/// Metrics that depend on the machine.
+pub(crate) const CLOCK: [&str; 4] = ["seconds", "tokens_per_second", "peak_share", "memory_gb"];
+
 /// Runs until the first progress of `title`, then sends the signal; gives how the process ended and what it said.
 fn signalled(folder: &Path, title: &str, signal: &str) -> (ExitStatus, String) {
-    let mut child = drafthorse(folder, &COMMAND).stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
-    let pid = child.id();
-    let mut said = String::new();
-    let mut sent = false;
-    for line in BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap) {
-        if !sent && line.contains(&format!("\"progress\":\"{title}\"")) {
-            // The shell's own `kill`: a small system may have no other.
-            assert!(Command::new("sh").args(["-c", &format!("kill {signal} {pid}")]).status().unwrap().success());
-            sent = true;
-        }
-        said.push_str(&line);
-        said.push('\n');
-    }
-    assert!(sent, "`{title}` never made progress:\n{said}");
-    (child.wait().unwrap(), said)
+    interrupt::after(&mut drafthorse(folder, &COMMAND), &format!("\"progress\":\"{title}\""), signal)
 }
 
 /// Everything a run made that does not depend on the clock: the trained and pruned weights, and the scores without times.
@@ -54,7 +42,7 @@ fn results(folder: &Path) -> Vec<(String, Vec<u8>)> {
         let lines = fs::read_to_string(run.join(file)).unwrap();
         let without_times = lines.lines().map(|line| {
             let mut line: serde_json::Value = serde_json::from_str(line).unwrap();
-            line.as_object_mut().unwrap().retain(|key, _| key != "seconds" && key != "tokens_per_second");
+            line.as_object_mut().unwrap().retain(|key, _| !CLOCK.contains(&key.as_str()));
             format!("{line}\n")
         });
         results.push((file.to_string(), without_times.collect::<String>().into_bytes()));

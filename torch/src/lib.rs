@@ -6,6 +6,16 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
+pub mod fused;
+pub mod group;
+mod group_error;
+mod links;
+mod meeting;
+pub mod memory;
+mod place;
+mod pulse;
+mod shim;
+
 pub use tch;
 use tch::{Device, Kind, TchError, Tensor};
 

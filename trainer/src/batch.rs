@@ -45,7 +45,65 @@ pub struct Batch {
     pub clean_tokens: usize,
 }
 
+/// What the losses of a step are divided by: counts over all its responses, whichever rank and forward they are in.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Denominators {
+    /// Σ of the position weights of labelled block slots.
+    pub diffusion: f64,
+    /// Blocks.
+    pub blocks: usize,
+    /// Supervised clean rows.
+    pub clean: usize,
+}
+
+impl Denominators {
+    /// Adds a response with its anchors.
+    pub fn add(&mut self, example: &Example, anchors: &[usize], shape: BlockShape, gamma: f64) {
+        for &anchor in anchors {
+            self.diffusion += shape.labels(example, anchor).map(|label| weight(label.draft, gamma)).sum::<f64>();
+        }
+        self.blocks += anchors.len();
+        self.clean += predicting(example).len();
+    }
+}
+
+/// A labelled slot of a block.
+struct SlotLabel {
+    slot: usize,
+    draft: usize,
+    /// Position of the label in the response's ids.
+    position: usize,
+}
+
+/// The position weight of a draft, exp(-draft / γ).
+fn weight(draft: usize, gamma: f64) -> f64 {
+    (-(draft as f64) / gamma).exp()
+}
+
+/// The clean positions whose next token is supervised.
+fn predicting(example: &Example) -> std::ops::Range<usize> {
+    let first = example.prompt_length.max(1) - 1;
+    first..example.ids.len().saturating_sub(1).max(first)
+}
+
 impl BlockShape {
+    /// Drafts that a block proposes.
+    pub fn drafts(self) -> usize {
+        self.block_size - self.first_slot_and_shift().0
+    }
+
+    /// The labelled slots of the block at `anchor`; those beyond the response's end have no label.
+    fn labels(self, example: &Example, anchor: usize) -> impl Iterator<Item = SlotLabel> {
+        let (first_slot, shift) = self.first_slot_and_shift();
+        let length = example.ids.len();
+        let all = (first_slot..self.block_size).map(move |slot| SlotLabel {
+            slot,
+            draft: slot - first_slot,
+            position: anchor + slot + shift,
+        });
+        all.take_while(move |label| label.position < length)
+    }
+
     /// Who sees whom in a block.
     pub fn pattern(self) -> BlockPattern {
         BlockPattern { size: self.block_size, anchor_sees_block: self.anchor_sees_block }
@@ -90,28 +148,23 @@ impl Batch {
         self.ids.extend_from_slice(&example.ids);
         self.positions.extend(0..length);
         self.clean_tokens += length;
-        for position in example.prompt_length.max(1) - 1..length.saturating_sub(1) {
-            let label = example.ids[position + 1];
-            self.autoregressive.push(LabelledRow {
-                row: first_row + position,
-                label,
-                weight: 1.0,
-                draft: 0,
-                predictor: first_clean + position,
-            });
+        for position in predicting(example) {
+            let (row, label, predictor) = (first_row + position, example.ids[position + 1], first_clean + position);
+            self.autoregressive.push(LabelledRow { row, label, weight: 1.0, draft: 0, predictor });
         }
-        let (first_slot, shift) = shape.first_slot_and_shift();
         for &anchor in anchors {
             let first_of_block = self.ids.len();
             self.ids.push(example.ids[anchor]);
             self.ids.extend(std::iter::repeat_n(shape.mask_token, shape.block_size - 1));
             self.positions.extend(anchor..anchor + shape.block_size);
-            for slot in first_slot..shape.block_size {
-                let Some(&label) = example.ids.get(anchor + slot + shift) else { break };
-                let draft = slot - first_slot;
-                let weight = (-(draft as f64) / gamma).exp();
-                let predictor = first_clean + anchor + slot + shift - 1;
-                self.diffusion.push(LabelledRow { row: first_of_block + slot, label, weight, draft, predictor });
+            for SlotLabel { slot, draft, position } in shape.labels(example, anchor) {
+                self.diffusion.push(LabelledRow {
+                    row: first_of_block + slot,
+                    label: example.ids[position],
+                    weight: weight(draft, gamma),
+                    draft,
+                    predictor: first_clean + position - 1,
+                });
             }
         }
         self.sequences.push(Sequence { first_row, clean: length, anchors: anchors.to_vec() });

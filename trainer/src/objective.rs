@@ -45,6 +45,48 @@ pub fn distillation(logits_rv: &Tensor, teacher_logits_rv: &Tensor, label_r: &Te
     RowLoss { loss_r, gradient_rv }
 }
 
+/// Total variation ½ Σ |teacher − student| between two distributions: the share of tokens that verification would refuse when drafts
+/// are sampled. Its gradient is bounded, so that a few hopeless tokens do not outweigh the others (LK losses, arXiv 2602.23881).
+pub fn total_variation(logits_rv: &Tensor, teacher_logits_rv: &Tensor) -> RowLoss {
+    let student_rv = logits_rv.softmax(-1, Kind::Float);
+    let difference_rv = &student_rv - teacher_logits_rv.softmax(-1, Kind::Float);
+    let loss_r = difference_rv.abs().sum_dim_intlist(-1, false, Kind::Float) * 0.5;
+    let sign_rv = difference_rv.sign() * 0.5;
+    let mean_sign_r1 = (&student_rv * &sign_rv).sum_dim_intlist(-1, true, Kind::Float);
+    RowLoss { loss_r, gradient_rv: student_rv * (sign_rv - mean_sign_r1) }
+}
+
+/// log softmax(logits)[label] of each row.
+pub fn log_probability(logits_rv: &Tensor, label_r: &Tensor) -> Tensor {
+    logits_rv.gather(1, &label_r.unsqueeze(1), false).squeeze_dim(1) - logits_rv.logsumexp(-1, false)
+}
+
+/// How the slots of a block share its loss.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum PositionWeights {
+    /// exp(-draft / γ), over their sum.
+    Exponential,
+    /// D-PACE (arXiv 2605.18810), over the number of blocks: see [`pace_weights`].
+    Pace { alpha: f64 },
+}
+
+/// D-PACE weights of one block from the drafter's probabilities of its labels: `w_j = Σ_{m ≥ j} Π_{i ≤ m} s_i` with
+/// `s_i = (1 − α) q_i + α`. A slot counts by how many more tokens are kept when it is right, as far as the drafter is able to now.
+pub fn pace_weights(probabilities: &[f64], alpha: f64) -> Vec<f64> {
+    let mut survival = 1.0;
+    let mut weights: Vec<f64> = probabilities
+        .iter()
+        .map(|probability| {
+            survival *= (1.0 - alpha) * probability + alpha;
+            survival
+        })
+        .collect();
+    for index in (1..weights.len()).rev() {
+        weights[index - 1] += weights[index];
+    }
+    weights
+}
+
 /// Teacher logits whose gold entry is lifted to (best other + margin) wherever it does not lead by the margin; all else untouched.
 pub fn gold_corrected(logits_rv: &Tensor, label_r: &Tensor, margin: f64) -> Tensor {
     let label_r1 = label_r.unsqueeze(1);
@@ -95,6 +137,39 @@ mod tests {
         let ours = distillation(&leaf.detach(), &logits(0.7), &labels(), how);
         assert_close(&ours.loss_r.sum(Kind::Float), &plain.detach(), 1e-5);
         assert_close(&ours.gradient_rv, &leaf.grad(), 1e-5);
+    }
+
+    #[test]
+    fn total_variation_equals_autograd_and_is_nothing_between_equals() {
+        let leaf = logits(1.3).set_requires_grad(true);
+        let teacher = logits(0.7);
+        let plain = (leaf.softmax(-1, Kind::Float) - teacher.softmax(-1, Kind::Float)).abs().sum(Kind::Float) * 0.5;
+        plain.backward();
+        let ours = total_variation(&leaf.detach(), &teacher);
+        assert_close(&ours.loss_r.sum(Kind::Float), &plain.detach(), 1e-6);
+        assert_close(&ours.gradient_rv, &leaf.grad(), 1e-6);
+        let same = total_variation(&teacher, &teacher);
+        assert_close(&same.loss_r, &Tensor::zeros([3], (Kind::Float, Device::Cpu)), 1e-7);
+        // All of the mass moved: nothing in common is 1.
+        let apart =
+            total_variation(&Tensor::from_slice(&[50_f32, 0.0]).view([1, 2]), &Tensor::from_slice(&[0_f32, 50.0]).view([1, 2]));
+        assert_close(&apart.loss_r, &Tensor::ones([1], (Kind::Float, Device::Cpu)), 1e-6);
+    }
+
+    #[test]
+    fn pace_weights_of_known_values() {
+        // s = 0.75, 0.5, 1; products 0.75, 0.375, 0.375.
+        assert_eq!(pace_weights(&[0.5, 0.0, 1.0], 0.5), [1.5, 0.75, 0.375]);
+        // Alone the last slot's weight is its survival; with α = 1 every slot survives.
+        assert_eq!(pace_weights(&[0.2, 0.9, 0.4], 1.0), [3.0, 2.0, 1.0]);
+        assert_eq!(pace_weights(&[0.25], 0.0), [0.25]);
+        assert!(pace_weights(&[], 0.5).is_empty());
+    }
+
+    #[test]
+    fn log_probabilities_are_those_of_the_labels() {
+        let expected = -cross_entropy(&logits(1.3), &labels()).loss_r;
+        assert_close(&log_probability(&logits(1.3), &labels()), &expected, 1e-6);
     }
 
     #[test]

@@ -1,89 +1,292 @@
-//! The trainable parameters: f32 masters and f32 gradients in two flat tensors, and the model that computes with views of them.
+//! The trainable parameters, each rank holding its share: f32 masters in one flat tensor, gathered unit by unit to compute with.
 //!
-//! One flat tensor makes clipping, the optimiser and checkpoints whole-tensor operations, and later a shard a slice of it.
+//! A unit is what is needed at one time: the embedding, a layer, the final norm, the untied head. Each unit is cut into as many equal
+//! slices as there are ranks (the last padded with zeros), and rank r holds slice r of every unit, so masters, gradients and moments fall
+//! as 1 / ranks, and at most two units are whole at a time. This is stage 3 of ZeRO (arXiv 1910.02054), by layer.
+//! With one rank a gathered unit in f32 is a view of the masters, and nothing is copied.
 
-use std::collections::HashMap;
 use std::ops::Range;
 
-use model::Transformer;
-use tch::{Kind, Tensor};
+use model::transformer::{Layer, Rotary};
+use model::{ModelConfig, Transformer};
+use tch::{Device, Kind, Tensor};
+use torch::group::{Group, GroupError, Pending};
+
+/// The unit of the embedding; layer `index` is unit `index + 1`, then come the final norm and the untied head.
+pub const EMBEDDING: usize = 0;
 
 /// A model in training.
-pub struct Parameters {
-    /// All parameters, f32, one after the other in the order of `ModelConfig::parameter_shapes`.
+pub struct Parameters<'g> {
+    pub config: ModelConfig,
+    /// What forward and backward compute in.
+    pub kind: Kind,
+    /// This rank's slices of all units, one after the other, f32.
     pub master: Tensor,
-    /// Their gradients, f32, in the same order.
-    pub gradient: Tensor,
-    /// Computes with views of the masters, or of their copy in the compute kind; its tensors are leaves that require gradients.
-    pub model: Transformer,
-    /// The copy of the masters in the compute kind, where that is not f32.
-    compute: Option<Tensor>,
-    /// Where each parameter lies in the flat tensors.
-    ranges: Vec<(String, Range<i64>)>,
-    positions: HashMap<String, usize>,
+    pub rotary: Rotary,
+    pub group: &'g Group,
+    units: Vec<Unit>,
 }
 
-impl Parameters {
-    /// Takes over a model's weights, to be computed with in `kind`.
-    pub fn new(model: &Transformer, kind: Kind) -> Self {
+struct Unit {
+    parameters: Vec<Parameter>,
+    /// Values of the whole unit.
+    length: i64,
+    /// Values of a slice, padding included.
+    slice: i64,
+    /// Where this rank's slice begins in its flat tensors.
+    start: i64,
+}
+
+struct Parameter {
+    name: String,
+    shape: Vec<i64>,
+    /// Within the unit.
+    range: Range<i64>,
+}
+
+/// A stretch of a rank's flat tensors that the optimiser treats alike.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Stretch {
+    pub range: Range<i64>,
+    /// Whether weight decay applies: to matrices, not to norms.
+    pub decayed: bool,
+    /// Whether this is the embedding of the boosted token.
+    pub boosted: bool,
+}
+
+/// A unit on its way from all ranks.
+pub struct Gathering {
+    pending: Pending,
+    length: i64,
+}
+
+impl Gathering {
+    /// The unit's values `[length]` in the compute kind, for reading only: they may be the masters themselves.
+    pub fn wait(self) -> Result<Tensor, GroupError> {
+        Ok(self.pending.wait()?.narrow(0, 0, self.length))
+    }
+}
+
+impl<'g> Parameters<'g> {
+    /// Takes this rank's share of a model's weights, to be computed with in `kind`.
+    pub fn new(model: &Transformer, kind: Kind, group: &'g Group) -> Self {
         let _guard = tch::no_grad_guard();
-        let mut ranges = Vec::new();
-        let mut pieces = Vec::new();
-        let mut end = 0;
-        for (name, tensor) in model.named_parameters() {
-            let start = end;
-            end += tensor.numel() as i64;
-            ranges.push((name, start..end));
-            pieces.push(tensor.to_kind(Kind::Float).reshape([-1]));
-        }
-        let master = Tensor::cat(&pieces, 0);
-        drop(pieces);
-        let gradient = master.zeros_like();
-        let compute = (kind != Kind::Float).then(|| master.to_kind(kind));
-        let source = compute.as_ref().unwrap_or(&master);
-        let mut next = ranges.iter();
-        let built = Transformer::from_source::<std::convert::Infallible>(model.config.clone(), |_, shape| {
-            let range = next.next().map_or(0..0, |(_, range)| range.clone());
-            Ok(source.narrow(0, range.start, range.end - range.start).view(shape).detach().set_requires_grad(true))
-        });
-        let model = match built {
-            Ok(model) => model,
+        let units = units(&model.config, group.world());
+        let mut named = model.named_parameters().into_iter();
+        let slices: Vec<Tensor> = units
+            .iter()
+            .map(|unit| {
+                let whole =
+                    named.by_ref().take(unit.parameters.len()).map(|(_, tensor)| tensor.to_kind(Kind::Float).reshape([-1]));
+                slice_of(&Tensor::cat(&whole.collect::<Vec<_>>(), 0), unit, group.rank())
+            })
+            .collect();
+        let master = Tensor::cat(&slices, 0);
+        let rotary = Rotary::new(&model.config, model.device());
+        Self { config: model.config.clone(), kind, master, rotary, group, units }
+    }
+
+    pub fn device(&self) -> Device {
+        self.master.device()
+    }
+
+    /// The unit of layer `index`.
+    pub fn layer_unit(&self, index: usize) -> usize {
+        index + 1
+    }
+
+    /// The unit of the final norm.
+    pub fn norm_unit(&self) -> usize {
+        self.config.num_hidden_layers + 1
+    }
+
+    /// The unit of the head, which is the embedding's when tied.
+    pub fn head_unit(&self) -> usize {
+        if self.config.tie_word_embeddings { EMBEDDING } else { self.config.num_hidden_layers + 2 }
+    }
+
+    /// Starts to gather a unit from all ranks; what is computed until it is waited for overlaps with it.
+    pub fn start_gather(&self, unit: usize) -> Result<Gathering, GroupError> {
+        let _guard = tch::no_grad_guard();
+        let Unit { length, slice, start, .. } = self.units[unit];
+        let pending = self.group.start_all_gather(&self.master.narrow(0, start, slice).to_kind(self.kind))?;
+        Ok(Gathering { pending, length })
+    }
+
+    /// Gathers a unit of one matrix or vector, in its shape.
+    pub fn gather_only(&self, unit: usize) -> Result<Tensor, GroupError> {
+        let flat = self.start_gather(unit)?.wait()?;
+        Ok(flat.view(self.units[unit].parameters[0].shape.as_slice()))
+    }
+
+    /// A gathered layer's parameters as leaves that take gradients.
+    pub fn layer_of(&self, index: usize, flat: &Tensor) -> Layer {
+        let mut views = self.views(self.layer_unit(index), flat).into_iter();
+        let mut next =
+            || Ok::<Tensor, std::convert::Infallible>(views.next().unwrap_or_default().detach().set_requires_grad(true));
+        match Layer::from_source(self.config.has_query_key_norm(), &mut next) {
+            Ok(layer) => layer,
             Err(never) => match never {},
-        };
-        let positions = ranges.iter().enumerate().map(|(position, (name, _))| (name.clone(), position)).collect();
-        Self { master, gradient, model, compute, ranges, positions }
-    }
-
-    /// Brings the computing copy up to date with the masters.
-    pub fn refresh(&mut self) {
-        let _guard = tch::no_grad_guard();
-        if let Some(compute) = &mut self.compute {
-            compute.copy_(&self.master);
         }
     }
 
-    /// The f32 gradient of one parameter as a flat view.
-    pub fn gradient_of(&self, name: &str) -> Tensor {
-        let range = self.positions.get(name).map_or(0..0, |&position| self.ranges[position].1.clone());
-        self.gradient.narrow(0, range.start, range.end - range.start)
+    /// The whole model in the compute kind, for drafting and saving. Every rank takes part, and every rank gets it.
+    pub fn whole_model(&self) -> Result<Transformer, GroupError> {
+        let _guard = tch::no_grad_guard();
+        let mut tensors = Vec::new();
+        for unit in 0..self.units.len() {
+            let flat = self.start_gather(unit)?.wait()?;
+            tensors.extend(self.views(unit, &flat));
+        }
+        let mut tensors = tensors.into_iter();
+        Transformer::from_source(self.config.clone(), |_, _| Ok(tensors.next().unwrap_or_default()))
     }
 
-    /// The f32 gradients of layer `index`'s parameters, in the order of `Layer::parameters`.
-    pub fn layer_gradients(&self, index: usize) -> Vec<Tensor> {
-        let prefix = format!("model.layers.{index}.");
-        let of_layer = self.ranges.iter().filter(|(name, _)| name.starts_with(&prefix));
-        of_layer.map(|(_, range)| self.gradient.narrow(0, range.start, range.end - range.start)).collect()
+    /// A gradient of nothing yet: f32, this rank's slices. It lives for one step only, so that drafting and saving have its memory.
+    pub fn zero_gradient(&self) -> Tensor {
+        self.master.zeros_like()
     }
 
-    /// Where the embedding of `token` lies in the flat tensors.
-    pub fn embedding_row(&self, token: u32) -> Range<i64> {
-        let embedding = self.positions.get("model.embed_tokens.weight").map_or(0, |&position| self.ranges[position].1.start);
-        let (first, hidden) = (embedding + i64::from(token) * self.model.config.hidden_size, self.model.config.hidden_size);
-        first..first + hidden
+    /// Where the gradient of a whole unit is summed up, `[length]` f32: `gradient` itself when there is one rank.
+    pub fn open_gradient(&self, unit: usize, gradient: &Tensor) -> UnitGradient {
+        let Unit { slice, start, .. } = self.units[unit];
+        let whole = if self.group.is_alone() {
+            gradient.narrow(0, start, slice)
+        } else {
+            Tensor::zeros([slice * self.group.world() as i64], (Kind::Float, self.device()))
+        };
+        UnitGradient { unit, whole }
     }
 
-    /// Ranges whose parameters weight decay applies to: matrices, not norms.
-    pub fn decayed(&self) -> Vec<Range<i64>> {
-        self.ranges.iter().filter(|(name, _)| !name.contains("norm")).map(|(_, range)| range.clone()).collect()
+    /// The shares of a unit's gradient by parameter, to be added to.
+    pub fn gradient_views(&self, open: &UnitGradient) -> Vec<Tensor> {
+        self.views(open.unit, &open.whole)
     }
+
+    /// Sums a unit's gradient over the ranks and adds this rank's slice to `gradient`.
+    pub fn close_gradient(&self, open: UnitGradient, gradient: &Tensor) -> Result<(), GroupError> {
+        if !self.group.is_alone() {
+            let Unit { slice, start, .. } = self.units[open.unit];
+            let sum = self.group.reduce_scatter(&open.whole)?;
+            let _ = gradient.narrow(0, start, slice).g_add_(&sum);
+        }
+        Ok(())
+    }
+
+    fn views(&self, unit: usize, flat: &Tensor) -> Vec<Tensor> {
+        let parameters = self.units[unit].parameters.iter();
+        parameters.map(|it| flat.narrow(0, it.range.start, it.range.end - it.range.start).view(it.shape.as_slice())).collect()
+    }
+
+    /// How the optimiser is to treat this rank's values; padding is in no stretch. `boosted` is the token with a learning rate of its own.
+    pub fn stretches(&self, boosted: u32) -> Vec<Stretch> {
+        let hidden = self.config.hidden_size;
+        let row = i64::from(boosted) * hidden..(i64::from(boosted) + 1) * hidden;
+        let mut stretches: Vec<Stretch> = Vec::new();
+        for (index, unit) in self.units.iter().enumerate() {
+            for Parameter { name, range, .. } in &unit.parameters {
+                let pieces = if index == EMBEDDING {
+                    vec![(0..row.start, false), (row.clone(), true), (row.end..range.end, false)]
+                } else {
+                    vec![(range.clone(), false)]
+                };
+                for (piece, boosted) in pieces {
+                    let Some(range) = self.local(unit, &piece) else { continue };
+                    let decayed = !name.contains("norm");
+                    match stretches.last_mut() {
+                        Some(last) if last.range.end == range.start && (last.decayed, last.boosted) == (decayed, boosted) => {
+                            last.range.end = range.end;
+                        }
+                        _ => stretches.push(Stretch { range, decayed, boosted }),
+                    }
+                }
+            }
+        }
+        stretches
+    }
+
+    /// Where the part of a unit's `range` that this rank holds lies in its flat tensors.
+    fn local(&self, unit: &Unit, range: &Range<i64>) -> Option<Range<i64>> {
+        let first = self.group.rank() as i64 * unit.slice;
+        let (start, end) = (range.start.max(first), range.end.min(first + unit.slice));
+        (start < end).then(|| start - first + unit.start..end - first + unit.start)
+    }
+
+    /// What this rank has to read of the flat tensors that `ranks` ranks wrote, in the order of its own: (rank, range) or padding.
+    pub fn pieces_from(&self, ranks: usize) -> Vec<Piece> {
+        let theirs = units(&self.config, ranks);
+        let mut pieces = Vec::new();
+        for (unit, their) in self.units.iter().zip(&theirs) {
+            let first = self.group.rank() as i64 * unit.slice;
+            let mut at = first;
+            while at < first + unit.slice {
+                let rank = at / their.slice;
+                let end = (first + unit.slice).min((rank + 1) * their.slice);
+                if rank < ranks as i64 {
+                    let offset = their.start - rank * their.slice;
+                    pieces.push(Piece::Stored { rank: rank as usize, range: at + offset..end + offset });
+                } else {
+                    pieces.push(Piece::Padding(end - at));
+                }
+                at = end;
+            }
+        }
+        pieces
+    }
+
+    /// Values that each of `ranks` ranks holds.
+    pub fn share_of(&self, ranks: usize) -> i64 {
+        units(&self.config, ranks).iter().map(|unit| unit.slice).sum()
+    }
+}
+
+/// The gradient of a whole unit while it is being summed up.
+pub struct UnitGradient {
+    unit: usize,
+    /// `[length or more]`, f32.
+    whole: Tensor,
+}
+
+/// A part of a rank's flat tensors, as it is found in what other ranks wrote.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Piece {
+    Stored {
+        rank: usize,
+        range: Range<i64>,
+    },
+    /// So many zeros.
+    Padding(i64),
+}
+
+/// The units of a model, cut for `world` ranks.
+fn units(config: &ModelConfig, world: usize) -> Vec<Unit> {
+    let mut shapes = config.parameter_shapes().into_iter();
+    let mut counts = vec![1];
+    counts.extend(std::iter::repeat_n(config.layer_shapes().len(), config.num_hidden_layers));
+    counts.extend([1].iter().chain((!config.tie_word_embeddings).then_some(&1)));
+    let mut start = 0;
+    let mut units = Vec::with_capacity(counts.len());
+    for count in counts {
+        let mut length = 0;
+        let parameters = shapes
+            .by_ref()
+            .take(count)
+            .map(|(name, shape)| {
+                let first = length;
+                length += shape.iter().product::<i64>();
+                Parameter { name, shape, range: first..length }
+            })
+            .collect();
+        let slice = (length + world as i64 - 1) / world as i64;
+        units.push(Unit { parameters, length, slice, start });
+        start += slice;
+    }
+    units
+}
+
+/// Slice `rank` of a unit's values, padded.
+fn slice_of(whole: &Tensor, unit: &Unit, rank: usize) -> Tensor {
+    let first = (rank as i64 * unit.slice).min(unit.length);
+    let count = unit.slice.min(unit.length - first);
+    whole.narrow(0, first, count).constant_pad_nd([0, unit.slice - count])
 }

@@ -1,16 +1,19 @@
-//! What a checkpoint needs beside its weights so that training goes on as if it had never stopped: `state/` in the checkpoint's folder.
+//! What a checkpoint needs beside its weights so that training goes on as if it had never stopped: `state/` in the checkpoint's folder,
+//! one file a rank. It may go on with another number of ranks: each reads its share from the files of those that wrote.
 //!
-//! Data order and anchors are counters of the step, so the position in the data is the step itself.
+//! Data order and anchors are counters, so the position in the data is one number.
 
-use std::fs;
+use std::collections::BTreeMap;
+use std::fs::{self, File};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use model::tensor_file::{StoredTensor, save_safetensors, table};
 use serde::{Deserialize, Serialize};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::optimiser::AdamW;
-use crate::parameters::Parameters;
+use crate::parameters::{Parameters, Piece};
 
 /// The folder's name within a checkpoint.
 pub const FOLDER: &str = "state";
@@ -20,54 +23,91 @@ pub const FOLDER: &str = "state";
 pub struct Progress {
     /// Steps done.
     pub step: u64,
+    /// Responses that the steps done have taken, over all epochs.
+    pub position: u64,
     /// Clean tokens of all steps done.
     pub training_tokens: u64,
-    /// Steps left out because their loss or gradient was not finite.
+    /// Steps left out because their loss or gradient was not finite, or nothing in them was supervised.
     pub skipped: u64,
+    /// Ranks whose files hold the state.
+    pub ranks: usize,
+    /// The largest τ that replaying the hold-out gave at a checkpoint.
+    pub best_tau: Option<f64>,
 }
 
 /// Why a state cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
     #[error(
-        "cannot read training state `{path}`: {message}; put it back, or begin again with `drafthorse run RECIPE --restart train`"
+        "cannot read training state `{}`: {message}; put it back, or begin again with `drafthorse run RECIPE --restart train`", path.display()
     )]
-    Read { path: String, message: String },
-    #[error("training state `{path}` holds {found} values of `{name}`, the model has {expected}; it belongs to another model")]
-    Length { path: String, name: &'static str, found: i64, expected: i64 },
+    Read { path: PathBuf, message: String },
+    #[error(
+        "training state `{}` holds {found} values of `{name}`, the model's share has {expected}; it belongs to another model", path.display()
+    )]
+    Length { path: PathBuf, name: &'static str, found: i64, expected: i64 },
 }
 
-/// Writes masters, moments and progress under `checkpoint/state/`.
-pub fn save(checkpoint: &Path, parameters: &Parameters, optimiser: &AdamW, progress: &Progress) -> io::Result<()> {
-    let folder = checkpoint.join(FOLDER);
-    fs::create_dir_all(&folder)?;
-    let named: Vec<(String, &Tensor)> =
-        tensors(parameters, optimiser).into_iter().map(|(name, tensor)| (name.to_string(), tensor)).collect();
-    model::tensor_file::save_safetensors(&folder.join("rank-0.safetensors"), &named).map_err(io::Error::other)?;
-    fs::write(folder.join("progress.json"), serde_json::to_string_pretty(progress)?)
+/// Writes this rank's masters and moments under `folder`, which is a `state/`.
+pub fn save_share(folder: &Path, parameters: &Parameters<'_>, optimiser: &AdamW) -> io::Result<()> {
+    fs::create_dir_all(folder)?;
+    let named = tensors(parameters, optimiser).map(|(name, tensor)| (name.to_string(), tensor));
+    save_safetensors(&folder.join(file_name(parameters.group.rank())), &named).map_err(io::Error::other)
 }
 
-/// Reads back what [`save`] wrote, into masters and moments.
-pub fn load(checkpoint: &Path, parameters: &mut Parameters, optimiser: &AdamW) -> Result<Progress, StateError> {
-    let _no_grad = tch::no_grad_guard();
-    let folder = checkpoint.join(FOLDER);
-    let path = folder.join("rank-0.safetensors");
-    let read_error = |path: &Path, message: String| StateError::Read { path: path.display().to_string(), message };
-    let stored = model::tensor_file::load_safetensors(&path).map_err(|error| read_error(&path, error.to_string()))?;
-    for (name, tensor) in tensors(parameters, optimiser) {
-        let found = stored.get(name).ok_or_else(|| read_error(&path, format!("`{name}` is missing")))?;
-        if found.numel() != tensor.numel() {
-            let (found, expected) = (found.numel() as i64, tensor.numel() as i64);
-            return Err(StateError::Length { path: path.display().to_string(), name, found, expected });
-        }
-        tensor.shallow_clone().copy_(found);
-    }
-    parameters.refresh();
+/// Writes the numbers under `folder`.
+pub fn save_progress(folder: &Path, progress: &Progress) -> io::Result<()> {
     let path = folder.join("progress.json");
-    let text = fs::read_to_string(&path).map_err(|error| read_error(&path, error.to_string()))?;
-    serde_json::from_str(&text).map_err(|error| read_error(&path, error.to_string()))
+    fs::write(&path, serde_json::to_string_pretty(progress)?)?;
+    File::open(&path)?.sync_all()
 }
 
-fn tensors<'a>(parameters: &'a Parameters, optimiser: &'a AdamW) -> [(&'static str, &'a Tensor); 3] {
+/// Reads only the numbers of a checkpoint.
+pub fn load_progress(checkpoint: &Path) -> Result<Progress, StateError> {
+    let path = checkpoint.join(FOLDER).join("progress.json");
+    let read_error = |message: String| StateError::Read { path: path.clone(), message };
+    let text = fs::read_to_string(&path).map_err(|error| read_error(error.to_string()))?;
+    serde_json::from_str(&text).map_err(|error| read_error(error.to_string()))
+}
+
+/// Reads this rank's share of what all ranks wrote, into masters and moments.
+pub fn load(checkpoint: &Path, parameters: &Parameters<'_>, optimiser: &AdamW) -> Result<Progress, StateError> {
+    let _no_grad = tch::no_grad_guard();
+    let progress = load_progress(checkpoint)?;
+    let mut files: BTreeMap<usize, (PathBuf, BTreeMap<String, StoredTensor>)> = BTreeMap::new();
+    let pieces = parameters.pieces_from(progress.ranks);
+    let expected = parameters.share_of(progress.ranks);
+    for (name, tensor) in tensors(parameters, optimiser) {
+        let mut read = Vec::with_capacity(pieces.len());
+        for piece in &pieces {
+            let (rank, range) = match piece {
+                Piece::Padding(count) => {
+                    read.push(Tensor::zeros([*count], (Kind::Float, tch::Device::Cpu)));
+                    continue;
+                }
+                Piece::Stored { rank, range } => (*rank, range.clone()),
+            };
+            let path = checkpoint.join(FOLDER).join(file_name(rank));
+            let read_error = |message: String| StateError::Read { path: path.clone(), message };
+            if let std::collections::btree_map::Entry::Vacant(entry) = files.entry(rank) {
+                entry.insert((path.clone(), table(&path).map_err(|error| read_error(error.to_string()))?));
+            }
+            let stored = files[&rank].1.get(name).ok_or_else(|| read_error(format!("`{name}` is missing")))?;
+            let found = stored.shape.iter().product();
+            if found != expected {
+                return Err(StateError::Length { path, name, found, expected });
+            }
+            read.push(stored.read_range(range).map_err(|error| read_error(error.to_string()))?);
+        }
+        tensor.shallow_clone().copy_(&Tensor::cat(&read, 0));
+    }
+    Ok(progress)
+}
+
+fn file_name(rank: usize) -> String {
+    format!("rank-{rank}.safetensors")
+}
+
+fn tensors<'a>(parameters: &'a Parameters<'_>, optimiser: &'a AdamW) -> [(&'static str, &'a Tensor); 3] {
     [("master", &parameters.master), ("exp_avg", &optimiser.exp_avg), ("exp_avg_sq", &optimiser.exp_avg_sq)]
 }

@@ -1,26 +1,32 @@
 //! The training loop: batches by counter, forward and backward, clip, step, measure, save. Recovery after pruning is the same loop with
-//! another objective.
+//! another objective; many ranks run the same loop in step, each on its share.
 
-use std::fs;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::Instant;
 
-use data::supervision::{Example, draw_anchors, epoch_order};
+use data::files::sha256_hex;
+use data::supervision::Example;
 use evaluator::drafter::Drafter;
 use evaluator::replay::{Replay, replay};
-use model::Transformer;
-use model::checkpoint::{self, CheckpointError, DrafterFile, LATEST, TextFiles};
-use tch::Kind;
+use model::checkpoint::CheckpointError;
+use model::{ModelConfig, Transformer};
+use tch::{Device, Kind};
 use torch::TorchError;
+use torch::group::{Group, GroupError};
+use torch::memory::{matrix_rate, peak_memory_bytes};
 
-use crate::backward::{LossSettings, Losses, Objective, forward_backward};
-use crate::batch::{Batch, BlockShape};
-use crate::metrics::MetricSink;
-use crate::optimiser::{AdamW, AdamWSettings, gradient_norm, learning_rate};
+use crate::backward::{LossSettings, Objective, forward_backward};
+use crate::batch::BlockShape;
+use crate::losses::{LossSums, Losses};
+use crate::optimiser::{AdamW, AdamWSettings, Schedule, squared_norm};
+use crate::packing::{Packing, StepBatches, step_batches};
 use crate::parameters::Parameters;
+use crate::saving::{self, Output};
 use crate::state::{self, Progress, StateError};
+use crate::watching::{self, StepReport, Watch};
 
 /// Responses whose next blocks are drafted in one forward when the hold-out is replayed.
 const REPLAY_LANES: usize = 16;
@@ -28,59 +34,44 @@ const REPLAY_LANES: usize = 16;
 /// Steps with a loss or gradient that is not finite, after which training gives up.
 const SKIPPED_LIMIT: u64 = 20;
 
+/// How long products are timed to know what the machine can do.
+const RATE_SECONDS: f64 = 0.3;
+
 /// Everything that decides what the loop computes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
     /// Names the metrics: `train`, `recover-29`.
     pub stage: String,
-    pub seed: u64,
     pub steps: u64,
-    pub batch_responses: usize,
-    /// Blocks drawn from each response.
-    pub anchors: usize,
-    pub gamma: f64,
-    pub shape: BlockShape,
+    pub packing: Packing,
     pub loss: LossSettings,
     pub optimiser: AdamWSettings,
+    /// The peak.
     pub learning_rate: f64,
     /// The mask row's own peak; far more than the others', it finds its place before the weights have moved much.
     pub mask_learning_rate: f64,
-    /// Share of the steps.
-    pub warmup: f64,
-    /// Share of the peak learning rate.
-    pub minimum_learning_rate: f64,
+    pub schedule: Schedule,
     /// Largest gradient norm.
     pub clip: f64,
     pub save_every: u64,
     pub evaluate_every: u64,
-    /// Checkpoints kept, the untrained one not counted.
+    /// Newest checkpoints kept, the untrained one and the best not counted.
     pub keep_last: usize,
     /// Compute kind of forward and backward, and of the stored weights.
     pub kind: Kind,
 }
 
-/// Where checkpoints go and what stands in them beside weights.
-pub struct Output<'a> {
-    pub folder: &'a Path,
-    /// `step` and `layers` are filled in at each save; `training_tokens` are those before this training, and each save adds its own.
-    pub drafter: DrafterFile,
-    pub files: &'a TextFiles,
-}
-
-/// What a step did, for whoever shows progress.
-#[derive(Debug, Clone, PartialEq)]
-pub struct StepReport {
-    pub step: u64,
-    pub steps: u64,
-    pub losses: Losses,
-    pub gradient_norm: f64,
-    pub learning_rate: f64,
-    pub seconds: f64,
-    pub tokens_per_second: f64,
-    /// Present at the steps that replay the hold-out.
-    pub replay: Option<Replay>,
-    /// Whether the step was left out because its loss or gradient was not finite.
-    pub skipped: bool,
+/// What is trained on what, and where it goes.
+pub struct Training<'a> {
+    /// The weights to start from; let go once they are taken over.
+    pub start: Transformer,
+    pub examples: &'a [Example],
+    /// The examples' ids, to name those of a batch by.
+    pub ids: &'a [String],
+    pub held_out: &'a [Example],
+    pub objective: Objective<'a>,
+    pub output: Output<'a>,
+    pub group: &'a Group,
 }
 
 /// How the loop ended.
@@ -101,11 +92,20 @@ pub enum TrainError {
     #[error("mask token {mask_token} lies beyond the drafter's {rows} embedding rows; choose `drafter.mask_token` below it")]
     MaskToken { mask_token: u32, rows: i64 },
     #[error(
-        "{count} steps had a loss or gradient that is not finite, the last at step {step} with responses {responses:?}; lower `learning_rate`"
+        "{count} steps had a loss or gradient that is not finite, the last at step {step}; the responses of each are in `{}`; \
+         lower `learning_rate`", path.display()
     )]
-    NotFinite { count: u64, step: u64, responses: Vec<usize> },
-    #[error("cannot write `{path}`: {source}")]
+    NotFinite { count: u64, step: u64, path: PathBuf },
+    #[error("rank {rank} trains on other data or by another recipe than rank 0; start all ranks alike, on the same files")]
+    Unlike { rank: usize },
+    #[error("rank {rank}: {message}")]
+    OtherRank { rank: usize, message: String },
+    #[error("cannot write `{}`: {source}", path.display())]
     Write { path: PathBuf, source: io::Error },
+    #[error("scoring a checkpoint failed: {0}")]
+    Scoring(String),
+    #[error(transparent)]
+    Group(#[from] GroupError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
@@ -116,118 +116,259 @@ pub enum TrainError {
     Torch(#[from] TorchError),
 }
 
-/// The name of a step's checkpoint folder.
-pub fn step_name(step: u64) -> String {
-    format!("step-{step:06}")
-}
-
-/// The steps of the whole checkpoints in a folder, ascending.
-pub fn saved_steps(folder: &Path) -> Vec<u64> {
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    let mut steps: Vec<u64> =
-        entries.filter_map(|entry| entry.file_name().to_str()?.strip_prefix("step-")?.parse().ok()).collect();
-    steps.sort_unstable();
-    steps
-}
-
-/// The step that training in `folder` goes on after; 0 when it has no state to go on from.
+/// Trains from the start (or goes on from the latest checkpoint with a state in `output.folder`) to the end of the plan.
+///
+/// Saves at `save_every`, when the replayed τ is the best so far, at the end and when `stop` is set. All ranks call this together; only
+/// rank 0 writes metrics and checkpoints, but for each rank's own `state/` file.
 ///
 /// # Errors
-/// A checkpoint with a state whose description cannot be read.
-pub fn resumed_step(folder: &Path) -> Result<u64, CheckpointError> {
-    let latest = folder.join(LATEST);
-    if latest.join(state::FOLDER).exists() { Ok(checkpoint::load_drafter_file(&latest)?.step) } else { Ok(0) }
+/// See [`TrainError`]; whatever was saved before stays valid. An error of one rank ends all of them.
+pub fn train(training: Training<'_>, plan: &Plan, watch: &mut Watch<'_>, stop: &AtomicBool) -> Result<Ending, TrainError> {
+    let group = training.group;
+    let outcome = run(training, plan, watch, stop);
+    match &outcome {
+        Err(TrainError::Group(_) | TrainError::OtherRank { .. }) | Ok(_) => {}
+        Err(error) => group.fail(&error.to_string()),
+    }
+    outcome
 }
 
-/// Trains `start` (or goes on from the latest checkpoint with a state in `output.folder`) to the end of the plan.
-///
-/// Saves at `save_every`, at the end and when `stop` is set; `report` sees every step after its metrics were recorded.
-///
-/// # Errors
-/// See [`TrainError`]; whatever was saved before stays valid.
-#[allow(clippy::too_many_arguments)]
-pub fn train(
-    start: &Transformer,
-    plan: &Plan,
-    examples: &[Example],
-    held_out: &[Example],
-    objective: &Objective<'_>,
-    output: &Output<'_>,
-    sink: &mut dyn MetricSink,
-    report: &mut dyn FnMut(&StepReport),
-    stop: &AtomicBool,
-) -> Result<Ending, TrainError> {
+fn run(training: Training<'_>, plan: &Plan, watch: &mut Watch<'_>, stop: &AtomicBool) -> Result<Ending, TrainError> {
+    let Training { start, examples, ids, held_out, objective, output, group } = training;
     if examples.is_empty() {
         return Err(TrainError::NoExamples);
     }
-    let rows = start.config.vocab_size;
-    if i64::from(plan.shape.mask_token) >= rows {
-        return Err(TrainError::MaskToken { mask_token: plan.shape.mask_token, rows });
+    let (rows, device) = (start.config.vocab_size, start.device());
+    let mask_token = plan.packing.shape.mask_token;
+    if i64::from(mask_token) >= rows {
+        return Err(TrainError::MaskToken { mask_token, rows });
     }
-    let (mut parameters, mut optimiser) = torch::guarded("allocating the training state", || {
-        let parameters = Parameters::new(start, plan.kind);
-        let optimiser = AdamW::new(&parameters.master, plan.optimiser, parameters.decayed());
+    check_alike(group, plan, examples)?;
+    let (parameters, optimiser) = torch::guarded("allocating the training state", || {
+        let parameters = Parameters::new(&start, plan.kind, group);
+        let boost = plan.mask_learning_rate / plan.learning_rate;
+        let optimiser = AdamW::new(&parameters.master, plan.optimiser, parameters.stretches(mask_token), boost);
         (parameters, optimiser)
     })?;
-    optimiser.boost(parameters.embedding_row(plan.shape.mask_token), plan.mask_learning_rate / plan.learning_rate);
-    let latest = output.folder.join(LATEST);
-    let mut progress = if latest.join(state::FOLDER).exists() {
-        state::load(&latest, &mut parameters, &optimiser)?
+    drop(start);
+    let latest = output.folder.join(model::checkpoint::LATEST);
+    let loaded = if latest.join(state::FOLDER).exists() {
+        state::load(&latest, &parameters, &optimiser).map_err(TrainError::from)
     } else {
-        Progress::default()
+        Ok(Progress::default())
     };
+    let progress = together(group, loaded)?;
+    let rate = if progress.step < plan.steps { matrix_rate(plan.kind, device, RATE_SECONDS) } else { 1.0 };
+    let context = Context { parameters, optimiser, plan, ids, held_out, objective, output, group, device, rate };
+    rayon::in_place_scope(|scope| {
+        // The next step's batch is put together while this one is computed.
+        let ahead = |position: u64| -> Receiver<StepBatches> {
+            let (sender, receiver) = sync_channel(1);
+            let (rank, world) = (group.rank(), group.world());
+            scope.spawn(move |_| {
+                let _ = sender.send(step_batches(examples, &plan.packing, position, rank, world));
+            });
+            receiver
+        };
+        steps(&context, progress, &ahead, watch, stop)
+    })
+}
+
+/// What does not change from step to step.
+pub(crate) struct Context<'a> {
+    pub(crate) parameters: Parameters<'a>,
+    pub(crate) optimiser: AdamW,
+    pub(crate) plan: &'a Plan,
+    ids: &'a [String],
+    held_out: &'a [Example],
+    objective: Objective<'a>,
+    pub(crate) output: Output<'a>,
+    pub(crate) group: &'a Group,
+    device: Device,
+    /// Floating-point operations a second that products reach here.
+    rate: f64,
+}
+
+fn steps(
+    context: &Context<'_>,
+    mut progress: Progress,
+    ahead: &dyn Fn(u64) -> Receiver<StepBatches>,
+    watch: &mut Watch<'_>,
+    stop: &AtomicBool,
+) -> Result<Ending, TrainError> {
+    let Context { plan, group, .. } = *context;
+    let mut next = ahead(progress.position);
     while progress.step < plan.steps {
         let started = Instant::now();
-        let step = progress.step + 1;
-        let (batch, responses) = batch_of(plan, examples, step);
-        let _ = parameters.gradient.zero_();
-        let losses = torch::guarded("training", || forward_backward(&parameters, &batch, plan.shape, objective, plan.loss))?;
-        let norm = gradient_norm(&parameters.gradient);
-        let rate = learning_rate(plan.learning_rate, step, plan.steps, plan.warmup, plan.minimum_learning_rate);
-        let skipped = !losses.total.is_finite() || !norm.is_finite();
-        if skipped {
-            progress.skipped += 1;
-            if progress.skipped >= SKIPPED_LIMIT {
-                return Err(TrainError::NotFinite { count: progress.skipped, step, responses });
-            }
-        } else {
-            let scale = if norm > plan.clip { plan.clip / norm } else { 1.0 };
-            optimiser.step(&parameters.master, &parameters.gradient, step, rate, scale);
-            parameters.refresh();
+        let Ok(batches) = next.recv() else { unreachable!("the task that packs a batch sends it or ends the whole scope") };
+        progress.step += 1;
+        let (step, last) = (progress.step, progress.step == plan.steps);
+        if !last {
+            next = ahead(batches.next_position);
         }
-        progress.step = step;
-        progress.training_tokens += batch.clean_tokens as u64;
+        let outcome = one_step(context, &batches, step, stop)?;
+        if let Some(reason) = &outcome.skipped {
+            progress.skipped += 1;
+            let path = context.output.folder.join("skipped.jsonl");
+            let names = batches.responses.iter().map(|&index| context.ids.get(index).map_or("?", String::as_str));
+            let written = if group.leads() { watching::write_skipped(&path, step, reason, names) } else { Ok(()) };
+            together(group, written.map_err(|source| TrainError::Write { path: path.clone(), source }))?;
+            if progress.skipped >= SKIPPED_LIMIT {
+                return Err(TrainError::NotFinite { count: progress.skipped, step, path });
+            }
+        }
+        progress.position = batches.next_position;
+        progress.training_tokens += batches.clean_tokens as u64;
         let seconds = started.elapsed().as_secs_f64();
-        let tokens_per_second = batch.clean_tokens as f64 / seconds;
-        let last = step == plan.steps;
-        let replayed = if !held_out.is_empty() && (step % plan.evaluate_every == 0 || last) {
-            Some(replay(&drafter_of(&parameters.model, plan.shape), held_out, REPLAY_LANES)?)
+        let replayed = if !context.held_out.is_empty() && (step % plan.evaluate_every == 0 || last) {
+            Some(replay_together(context)?)
         } else {
             None
         };
-        let done = StepReport {
+        let best = replayed.as_ref().is_some_and(|replay| progress.best_tau.is_none_or(|best| replay.tau_pooled > best));
+        if best {
+            progress.best_tau = replayed.as_ref().map(|replay| replay.tau_pooled);
+        }
+        let report = StepReport {
             step,
             steps: plan.steps,
-            losses,
-            gradient_norm: norm,
-            learning_rate: rate,
+            losses: outcome.losses,
+            gradient_norm: outcome.norm,
+            learning_rate: outcome.learning_rate,
             seconds,
-            tokens_per_second,
+            tokens_per_second: batches.clean_tokens as f64 / seconds,
+            peak_share: outcome.operations / (seconds * context.rate * group.world() as f64),
+            memory_bytes: peak_memory_bytes(context.device),
             replay: replayed,
-            skipped,
+            skipped: outcome.skipped,
         };
-        record(sink, &plan.stage, &done)
-            .map_err(|source| TrainError::Write { path: output.folder.join("metrics.jsonl"), source })?;
-        report(&done);
-        let stopping = stop.load(Ordering::Relaxed);
-        if step % plan.save_every == 0 || last || stopping {
-            save(plan, output, &parameters, &optimiser, &progress)?;
+        let recorded = watch.record(&plan.stage, &report);
+        together(
+            group,
+            recorded.map_err(|source| TrainError::Write { path: context.output.folder.join("metrics.jsonl"), source }),
+        )?;
+        (watch.report)(&report);
+        let scoring = watch.scores_at(step);
+        if step % plan.save_every == 0 || last || outcome.stopping || best || scoring {
+            saving::save(context, &progress, best)?;
         }
+        let stopping = if scoring { score(context, step, watch, stop)? } else { outcome.stopping };
         if stopping && !last {
             return Ok(Ending::Stopped { step });
         }
     }
     Ok(Ending::Done)
+}
+
+/// What one step gave, the same on every rank.
+struct Outcome {
+    losses: Losses,
+    norm: f64,
+    learning_rate: f64,
+    /// Of all ranks.
+    operations: f64,
+    skipped: Option<String>,
+    stopping: bool,
+}
+
+/// Forward, backward and update. Everything a decision hangs on is summed over the ranks, so that all decide alike.
+fn one_step(context: &Context<'_>, batches: &StepBatches, step: u64, stop: &AtomicBool) -> Result<Outcome, TrainError> {
+    let Context { plan, group, parameters, optimiser, .. } = context;
+    let denominators = &batches.denominators;
+    let learning_rate = plan.learning_rate * plan.schedule.share(step, plan.steps);
+    let gradient = parameters.zero_gradient();
+    let mut sums = LossSums::new(plan.packing.shape.drafts());
+    let mut operations = 0.0;
+    for batch in &batches.forwards {
+        sums.add(&torch::guarded("training", || {
+            forward_backward(parameters, &gradient, batch, denominators, plan.packing.shape, &context.objective, plan.loss)
+        })??);
+        operations += watching::operations(&parameters.config, batch, plan.packing.shape);
+    }
+    let mut values = sums.to_values();
+    let count = values.len();
+    values.extend([
+        torch::guarded("training", || squared_norm(&gradient))?,
+        f64::from(u8::from(stop.load(Ordering::Relaxed))),
+        operations,
+    ]);
+    group.all_reduce_sum(&mut values)?;
+    let losses = LossSums::from_values(&values[..count]).losses(denominators, plan.loss);
+    let (norm, stopping, operations) = (values[count].sqrt(), values[count + 1] > 0.0, values[count + 2]);
+    let nothing = denominators.blocks == 0 && (denominators.clean == 0 || plan.loss.ar_weight == 0.0);
+    let skipped = if nothing {
+        Some("nothing in it is supervised".to_string())
+    } else if !losses.total.is_finite() || !norm.is_finite() {
+        Some(format!("not finite: loss {}, gradient norm {norm}", losses.total))
+    } else {
+        let scale = if norm > plan.clip { plan.clip / norm } else { 1.0 };
+        optimiser.step(&parameters.master, &gradient, step, learning_rate, scale)?;
+        None
+    };
+    Ok(Outcome { losses, norm, learning_rate, operations, skipped, stopping })
+}
+
+/// Replays the hold-out, each rank its share of it.
+fn replay_together(context: &Context<'_>) -> Result<Replay, TrainError> {
+    let Context { group, held_out, parameters, plan, .. } = context;
+    let drafter = drafter_of(&parameters.whole_model()?, plan.packing.shape);
+    let share: Vec<Example> = held_out.iter().skip(group.rank()).step_by(group.world()).cloned().collect();
+    let replayed = together(group, replay(&drafter, &share, REPLAY_LANES).map_err(TrainError::from))?;
+    let own = serde_json::to_vec(&[replayed.per_response, replayed.judged]).unwrap_or_default();
+    let mut shares = Vec::new();
+    let mut judged = Vec::new();
+    for bytes in group.all_gather_bytes(&own)? {
+        let [responses, rounds]: [Vec<(usize, usize)>; 2] = serde_json::from_slice(&bytes).unwrap_or_default();
+        shares.push(responses.into_iter());
+        judged.extend(rounds);
+    }
+    // Back in the order of the hold-out, in which they were dealt out.
+    let count = shares.len();
+    let per_response = (0..held_out.len()).filter_map(|index| shares[index % count].next()).collect();
+    Ok(Replay::new(per_response, judged))
+}
+
+/// Lets rank 0 score the checkpoint just saved while the others wait, for as long as it takes; gives whether to stop.
+fn score(context: &Context<'_>, step: u64, watch: &mut Watch<'_>, stop: &AtomicBool) -> Result<bool, TrainError> {
+    let key = format!("{}/scored/{step}", context.plan.stage);
+    if !context.group.leads() {
+        return Ok(context.group.await_announcement(&key)? == [1]);
+    }
+    watch.score(&context.output.folder.join(saving::step_name(step))).map_err(TrainError::Scoring)?;
+    let stopping = stop.load(Ordering::Relaxed);
+    context.group.announce(&key, &[u8::from(stopping)])?;
+    Ok(stopping)
+}
+
+/// One outcome for all ranks: an error of one is an error of all.
+pub(crate) fn together<T>(group: &Group, outcome: Result<T, TrainError>) -> Result<T, TrainError> {
+    if group.is_alone() {
+        return outcome;
+    }
+    let message = outcome.as_ref().err().map(ToString::to_string).unwrap_or_default();
+    let messages = group.all_gather_bytes(message.as_bytes())?;
+    let value = outcome?;
+    match messages.into_iter().enumerate().find(|(_, message)| !message.is_empty()) {
+        Some((rank, message)) => Err(TrainError::OtherRank { rank, message: String::from_utf8_lossy(&message).into_owned() }),
+        None => Ok(value),
+    }
+}
+
+/// Refuses ranks that would compute something else.
+fn check_alike(group: &Group, plan: &Plan, examples: &[Example]) -> Result<(), TrainError> {
+    if group.is_alone() {
+        return Ok(());
+    }
+    let mut text = format!("{plan:?}").into_bytes();
+    for example in examples {
+        text.extend(example.prompt_length.to_le_bytes());
+        text.extend(example.ids.iter().flat_map(|id| id.to_le_bytes()));
+    }
+    let hashes = group.all_gather_bytes(sha256_hex(text).as_bytes())?;
+    match hashes.iter().position(|hash| *hash != hashes[0]) {
+        Some(rank) => Err(TrainError::Unlike { rank }),
+        None => Ok(()),
+    }
 }
 
 /// A drafter that computes with these weights, sharing them.
@@ -236,79 +377,8 @@ pub fn drafter_of(model: &Transformer, shape: BlockShape) -> Drafter {
     Drafter { model: model.shallow_clone(), block_size, mask_token, labels, anchor_sees_block }
 }
 
-/// The responses and anchors of a step: a function of seed and step alone.
-fn batch_of(plan: &Plan, examples: &[Example], step: u64) -> (Batch, Vec<usize>) {
-    let count = examples.len() as u64;
-    let first = (step - 1) * plan.batch_responses as u64;
-    let mut order = (u64::MAX, Vec::new());
-    let mut indices = Vec::new();
-    let mut responses = Vec::new();
-    for position in first..first + plan.batch_responses as u64 {
-        let epoch = position / count;
-        if order.0 != epoch {
-            order = (epoch, epoch_order(examples.len(), plan.seed, epoch));
-        }
-        let index = order.1[(position % count) as usize];
-        let anchors = draw_anchors(&examples[index], plan.anchors, plan.seed, epoch, index as u64);
-        responses.push((&examples[index], anchors));
-        indices.push(index);
-    }
-    (Batch::pack(&responses, plan.shape, plan.gamma), indices)
-}
-
-fn record(sink: &mut dyn MetricSink, stage: &str, done: &StepReport) -> io::Result<()> {
-    let position_names: Vec<String> =
-        (1..=done.losses.accuracy_by_position.len()).map(|draft| format!("accuracy_{draft}")).collect();
-    let mut values = vec![
-        ("loss", done.losses.total),
-        ("loss_diffusion", done.losses.diffusion),
-        ("loss_autoregressive", done.losses.autoregressive),
-        ("gradient_norm", done.gradient_norm),
-        ("learning_rate", done.learning_rate),
-        ("seconds", done.seconds),
-        ("tokens_per_second", done.tokens_per_second),
-        ("skipped", f64::from(u8::from(done.skipped))),
-    ];
-    values.extend(position_names.iter().map(String::as_str).zip(done.losses.accuracy_by_position.iter().copied()));
-    sink.record(stage, done.step, &values)?;
-    if let Some(replay) = &done.replay {
-        let values = [
-            ("replay_tau_pooled", replay.tau_pooled),
-            ("replay_tau_macro", replay.tau_macro),
-            ("replay_rounds", replay.rounds as f64),
-        ];
-        sink.record(stage, done.step, &values)?;
-    }
-    Ok(())
-}
-
-/// Saves the step's checkpoint, moves `latest` to it, then clears what `keep_last` no longer keeps.
-fn save(
-    plan: &Plan,
-    output: &Output<'_>,
-    parameters: &Parameters,
-    optimiser: &AdamW,
-    progress: &Progress,
-) -> Result<(), TrainError> {
-    let name = step_name(progress.step);
-    let drafter = DrafterFile {
-        step: progress.step,
-        training_tokens: output.drafter.training_tokens + progress.training_tokens,
-        layers: parameters.model.layers.len(),
-        ..output.drafter.clone()
-    };
-    let extra = |folder: &Path| state::save(folder, parameters, optimiser, progress);
-    checkpoint::save(&output.folder.join(&name), &parameters.model, &drafter, output.files, plan.kind, extra)?;
-    checkpoint::point_latest(output.folder, &name)?;
-    let steps: Vec<u64> = saved_steps(output.folder).into_iter().filter(|&step| step > 0 && step < progress.step).collect();
-    let kept = plan.keep_last.saturating_sub(1);
-    for (index, &step) in steps.iter().enumerate() {
-        // Only the latest checkpoint is ever resumed, so the older ones' optimiser state is dead weight.
-        let folder = output.folder.join(step_name(step));
-        let dropped = if index + kept < steps.len() { folder } else { folder.join(state::FOLDER) };
-        if dropped.exists() {
-            fs::remove_dir_all(&dropped).map_err(|source| TrainError::Write { path: dropped, source })?;
-        }
-    }
-    Ok(())
+/// The bytes that one of `ranks` ranks holds of a model in training: masters, gradient and both moments, f32.
+pub fn state_bytes(config: &ModelConfig, ranks: usize) -> u64 {
+    let values: i64 = config.parameter_shapes().iter().map(|(_, shape)| shape.iter().product::<i64>()).sum();
+    16 * (values as u64).div_ceil(ranks as u64)
 }

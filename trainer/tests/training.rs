@@ -9,13 +9,17 @@ use data::supervision::Example;
 use model::checkpoint::{DrafterFile, TextFiles};
 use model::{ModelConfig, PackedAttention, Transformer};
 use tch::{Device, Kind, Tensor};
-use trainer::backward::{LossSettings, Objective, forward_backward};
-use trainer::batch::{Batch, BlockShape};
-use trainer::metrics::Sinks;
-use trainer::objective::{Distillation, gold_corrected};
-use trainer::optimiser::AdamWSettings;
+use torch::group::Group;
+use trainer::backward::{Divergence, LossSettings, Objective, forward_backward};
+use trainer::batch::{Batch, BlockShape, Denominators};
+use trainer::losses::{LossSums, Losses};
+use trainer::objective::{Distillation, PositionWeights, gold_corrected, pace_weights};
+use trainer::optimiser::{AdamWSettings, Curve, Schedule};
+use trainer::packing::{BatchSize, Packing};
 use trainer::parameters::Parameters;
-use trainer::training::{Ending, Output, Plan, saved_steps, train};
+use trainer::saving::{Output, saved_steps};
+use trainer::training::{Ending, Plan, Training, train};
+use trainer::watching::{StepReport, Watch};
 
 fn config(model_type: &str, tied: bool) -> ModelConfig {
     ModelConfig::from_json(&serde_json::json!({
@@ -79,10 +83,48 @@ fn plain_loss(
         + ar_weight * logits.index_select(0, &row).cross_entropy_loss::<Tensor>(&label, None, tch::Reduction::Mean, -100, 0.0)
 }
 
-fn plain_gradient(parameters: &Parameters, loss: &Tensor) -> Vec<f32> {
+/// The model with every parameter a leaf.
+fn with_leaves(model: &Transformer) -> Transformer {
+    let mut tensors = model.named_parameters().into_iter().map(|(_, tensor)| tensor.copy().set_requires_grad(true));
+    Transformer::from_source::<std::convert::Infallible>(model.config.clone(), |_, _| Ok(tensors.next().unwrap())).unwrap()
+}
+
+fn plain_gradient(model: &Transformer, loss: &Tensor) -> Vec<f32> {
     loss.backward();
-    let named = parameters.model.named_parameters();
-    named.iter().flat_map(|(_, tensor)| torch::to_f32s(&tensor.grad())).collect()
+    model.named_parameters().iter().flat_map(|(_, tensor)| torch::to_f32s(&tensor.grad())).collect()
+}
+
+/// The denominators of a batch that is a whole step.
+fn denominators(batch: &Batch) -> Denominators {
+    Denominators {
+        diffusion: batch.diffusion.iter().map(|row| row.weight).sum(),
+        blocks: batch.sequences.iter().map(|sequence| sequence.anchors.len()).sum(),
+        clean: batch.autoregressive.len(),
+    }
+}
+
+fn settings(ar_weight: f64, chunk_rows: usize, recompute: bool) -> LossSettings {
+    LossSettings { ar_weight, weights: PositionWeights::Exponential, chunk_rows, recompute }
+}
+
+/// The losses and the gradient of batches that are together one step.
+fn ours(
+    model: &Transformer,
+    batches: &[Batch],
+    denominators: &Denominators,
+    labels: Labels,
+    objective: &Objective<'_>,
+    settings: LossSettings,
+) -> (Losses, Vec<f32>) {
+    let group = Group::alone();
+    let parameters = Parameters::new(model, Kind::Float, &group);
+    let gradient = parameters.zero_gradient();
+    let mut sums = LossSums::new(shape(labels).drafts());
+    for batch in batches {
+        let part = forward_backward(&parameters, &gradient, batch, denominators, shape(labels), objective, settings);
+        sums.add(&part.unwrap());
+    }
+    (sums.losses(denominators, settings), torch::to_f32s(&gradient))
 }
 
 fn assert_close(ours: &[f32], plain: &[f32]) {
@@ -101,17 +143,104 @@ fn the_layer_wise_chunked_gradient_equals_autograds() {
     {
         let model = Transformer::random(config(model_type, tied), 3, Kind::Float);
         let batch = batch(labels);
-        let reference = Parameters::new(&model, Kind::Float);
-        let loss = plain_loss(&reference.model, &batch, labels, None, 0.7);
+        let reference = with_leaves(&model);
+        let loss = plain_loss(&reference, &batch, labels, None, 0.7);
         let plain = plain_gradient(&reference, &loss);
         for (chunk_rows, recompute) in [(1, true), (5, false), (1000, true)] {
-            let parameters = Parameters::new(&model, Kind::Float);
-            let settings = LossSettings { ar_weight: 0.7, chunk_rows, recompute };
-            let losses = forward_backward(&parameters, &batch, shape(labels), &Objective::Tokens, settings);
+            let how = settings(0.7, chunk_rows, recompute);
+            let (losses, gradient) =
+                ours(&model, std::slice::from_ref(&batch), &denominators(&batch), labels, &Objective::Tokens, how);
             assert!((losses.total - f64::try_from(&loss).unwrap()).abs() < 1e-5);
-            assert_close(&torch::to_f32s(&parameters.gradient), &plain);
+            assert_close(&gradient, &plain);
         }
     }
+}
+
+#[test]
+fn a_step_split_into_forwards_has_the_whole_steps_loss_and_gradient() {
+    let examples = examples();
+    let pack = |items: &[(usize, Vec<usize>)]| {
+        let items: Vec<_> = items.iter().map(|(index, anchors)| (&examples[*index], anchors.clone())).collect();
+        Batch::pack(&items, shape(Labels::Next), 3.0)
+    };
+    let items = [(0, vec![3, 5, 6, 10]), (1, vec![4, 11]), (2, vec![]), (3, vec![13, 14])];
+    let model = Transformer::random(config("qwen3", true), 3, Kind::Float);
+    let whole = pack(&items);
+    let of = denominators(&whole);
+    for weights in [PositionWeights::Exponential, PositionWeights::Pace { alpha: 0.3 }] {
+        let how = LossSettings { weights, ..settings(0.7, 6, true) };
+        let (losses, gradient) = ours(&model, std::slice::from_ref(&whole), &of, Labels::Next, &Objective::Tokens, how);
+        // An empty forward in between stands for a rank that has nothing to do.
+        let parts = [pack(&items[..1]), pack(&items[1..3]), Batch::default(), pack(&items[3..])];
+        let (split_losses, split_gradient) = ours(&model, &parts, &of, Labels::Next, &Objective::Tokens, how);
+        assert!((losses.total - split_losses.total).abs() < 1e-5, "{losses:?} {split_losses:?}");
+        assert_close(&split_gradient, &gradient);
+    }
+}
+
+#[test]
+fn pace_weighs_every_block_by_its_own_probabilities() {
+    let model = Transformer::random(config("llama", true), 3, Kind::Float);
+    let batch = batch(Labels::InPlace);
+    let reference = with_leaves(&model);
+    let (ids_t, positions_t) = (torch::ids_tensor(&batch.ids, Device::Cpu), torch::index_tensor(&batch.positions, Device::Cpu));
+    let mut attention = PackedAttention::new(&batch.sequences, shape(Labels::InPlace).pattern(), Device::Cpu);
+    let logits = reference.logits(&reference.forward(&ids_t, &positions_t, &mut attention));
+    let (mut loss, mut start) = (Tensor::from(0_f32), 0);
+    for end in 1..=batch.diffusion.len() {
+        if end < batch.diffusion.len() && batch.diffusion[end].draft > 0 {
+            continue;
+        }
+        let rows = &batch.diffusion[start..end];
+        let row = torch::index_tensor(&rows.iter().map(|row| row.row).collect::<Vec<_>>(), Device::Cpu);
+        let label = torch::ids_tensor(&rows.iter().map(|row| row.label).collect::<Vec<_>>(), Device::Cpu);
+        let losses = logits.index_select(0, &row).cross_entropy_loss::<Tensor>(&label, None, tch::Reduction::None, -100, 0.0);
+        let probabilities: Vec<f64> = torch::to_f32s(&losses).iter().map(|&loss| f64::from(-loss).exp()).collect();
+        let weights: Vec<f32> = pace_weights(&probabilities, 0.5).iter().map(|&weight| weight as f32).collect();
+        loss += (losses * Tensor::from_slice(&weights)).sum(Kind::Float);
+        start = end;
+    }
+    let loss = loss / 6.0;
+    let plain = plain_gradient(&reference, &loss);
+    let how = LossSettings { weights: PositionWeights::Pace { alpha: 0.5 }, ..settings(0.0, 4, true) };
+    let (losses, gradient) =
+        ours(&model, std::slice::from_ref(&batch), &denominators(&batch), Labels::InPlace, &Objective::Tokens, how);
+    assert!((losses.total - f64::try_from(&loss).unwrap()).abs() < 1e-5);
+    assert_close(&gradient, &plain);
+}
+
+#[test]
+fn odd_responses_give_finite_losses_of_their_labels_alone() {
+    let model = Transformer::random(config("llama", true), 3, Kind::Float);
+    let example = |length: u32, prompt_length| Example { ids: (0..length).collect(), prompt_length };
+    let check = |example: &Example, anchors: Vec<usize>, labels: Labels, block_labels: usize, clean_labels: usize| {
+        let batch = Batch::pack(&[(example, anchors)], shape(labels), 3.0);
+        assert_eq!((batch.diffusion.len(), batch.autoregressive.len()), (block_labels, clean_labels));
+        let of = denominators(&batch);
+        let (losses, gradient) = ours(&model, &[batch], &of, labels, &Objective::Tokens, settings(1.0, 6, true));
+        assert!(losses.total.is_finite() && gradient.iter().all(|value| value.is_finite()), "{losses:?}");
+        assert_eq!(losses.total > 0.0, block_labels + clean_labels > 0);
+        assert_eq!(gradient.iter().any(|&value| value != 0.0), block_labels + clean_labels > 0);
+    };
+    // Shorter than a block: as many labels as there are tokens behind the anchor.
+    check(&example(3, 1), vec![1], Labels::InPlace, 1, 2);
+    check(&example(3, 1), vec![1], Labels::Next, 1, 2);
+    // One token, which nothing predicts; then no token at all.
+    check(&example(1, 0), vec![], Labels::Next, 0, 0);
+    check(&example(0, 0), vec![], Labels::Next, 0, 0);
+    // Two supervised tokens at the very end: one anchor, one label.
+    assert_eq!(example(9, 7).anchors(), 7..8);
+    check(&example(9, 7), vec![7], Labels::InPlace, 1, 2);
+    // A single supervised token makes no anchor, and is still predicted by the clean row before it.
+    assert!(example(9, 8).anchors().is_empty());
+    check(&example(9, 8), vec![], Labels::Next, 0, 1);
+    // Nothing supervised.
+    check(&example(9, 9), vec![], Labels::Next, 0, 0);
+    // Five anchors where 128 were asked for: as many blocks, nothing padded.
+    let five = example(10, 4);
+    let anchors = data::supervision::draw_anchors(&five, 128, 1, 0, 0);
+    assert_eq!(anchors, [4, 5, 6, 7, 8]);
+    check(&five, anchors, Labels::InPlace, 3 + 3 + 3 + 2 + 1, 6);
 }
 
 #[test]
@@ -120,15 +249,14 @@ fn the_distillation_gradient_equals_autograds() {
     let teacher = Transformer::random(config("llama", true), 4, Kind::Float);
     let how = Distillation { temperature: 1.5, margin: Some(0.5) };
     let batch = batch(Labels::Next);
-    let reference = Parameters::new(&model, Kind::Float);
-    let loss = plain_loss(&reference.model, &batch, Labels::Next, Some((&teacher, how)), 1.0);
+    let reference = with_leaves(&model);
+    let loss = plain_loss(&reference, &batch, Labels::Next, Some((&teacher, how)), 1.0);
     let plain = plain_gradient(&reference, &loss);
-    let parameters = Parameters::new(&model, Kind::Float);
-    let settings = LossSettings { ar_weight: 1.0, chunk_rows: 7, recompute: true };
-    let losses =
-        forward_backward(&parameters, &batch, shape(Labels::Next), &Objective::Unpruned { teacher: &teacher, how }, settings);
+    let objective = Objective::Unpruned { teacher: &teacher, how };
+    let (losses, gradient) =
+        ours(&model, std::slice::from_ref(&batch), &denominators(&batch), Labels::Next, &objective, settings(1.0, 7, true));
     assert!((losses.total - f64::try_from(&loss).unwrap()).abs() < 1e-5);
-    assert_close(&torch::to_f32s(&parameters.gradient), &plain);
+    assert_close(&gradient, &plain);
 }
 
 #[test]
@@ -137,12 +265,11 @@ fn the_gradient_towards_the_targets_distribution_equals_autograds() {
     let target = Transformer::random(config("qwen3", false), 4, Kind::Float);
     for labels in [Labels::Next, Labels::InPlace] {
         let batch = batch(labels);
-        let reference = Parameters::new(&model, Kind::Float);
+        let reference = with_leaves(&model);
         let (ids_t, positions_t) =
             (torch::ids_tensor(&batch.ids, Device::Cpu), torch::index_tensor(&batch.positions, Device::Cpu));
         let mut attention = PackedAttention::new(&batch.sequences, shape(labels).pattern(), Device::Cpu);
-        let log_student =
-            reference.model.logits(&reference.model.forward(&ids_t, &positions_t, &mut attention)).log_softmax(-1, Kind::Float);
+        let log_student = reference.logits(&reference.forward(&ids_t, &positions_t, &mut attention)).log_softmax(-1, Kind::Float);
         // The target reads each response by itself.
         let mut by_row = Vec::new();
         for sequence in &batch.sequences {
@@ -165,29 +292,32 @@ fn the_gradient_towards_the_targets_distribution_equals_autograds() {
         let blocks = (divergence(&batch.diffusion) * &weight).sum(Kind::Float) / weight.sum(Kind::Float);
         let loss = blocks + 0.5 * divergence(&batch.autoregressive).mean(Kind::Float);
         let plain = plain_gradient(&reference, &loss);
-        let parameters = Parameters::new(&model, Kind::Float);
-        let settings = LossSettings { ar_weight: 0.5, chunk_rows: 6, recompute: false };
-        let losses = forward_backward(&parameters, &batch, shape(labels), &Objective::Target { target: &target }, settings);
+        let divergence = Divergence::Forward(Distillation { temperature: 1.0, margin: None });
+        let objective = Objective::Target { target: &target, divergence };
+        let (losses, gradient) =
+            ours(&model, std::slice::from_ref(&batch), &denominators(&batch), labels, &objective, settings(0.5, 6, false));
         assert!((losses.total - f64::try_from(&loss).unwrap()).abs() < 1e-5);
-        assert_close(&torch::to_f32s(&parameters.gradient), &plain);
+        assert_close(&gradient, &plain);
     }
 }
 
 fn plan(steps: u64) -> Plan {
     Plan {
         stage: "train".to_string(),
-        seed: 5,
         steps,
-        batch_responses: 2,
-        anchors: 3,
-        gamma: 3.0,
-        shape: shape(Labels::Next),
-        loss: LossSettings { ar_weight: 1.0, chunk_rows: 16, recompute: true },
+        packing: Packing {
+            seed: 5,
+            size: BatchSize::Responses(2),
+            anchors: 3,
+            shape: shape(Labels::Next),
+            gamma: 3.0,
+            forward_rows: 1000,
+        },
+        loss: settings(1.0, 16, true),
         optimiser: AdamWSettings { beta1: 0.9, beta2: 0.95, weight_decay: 0.01 },
         learning_rate: 1e-2,
         mask_learning_rate: 1e-2,
-        warmup: 0.1,
-        minimum_learning_rate: 0.1,
+        schedule: Schedule { warmup: 0.1, curve: Curve::Cosine, minimum: 0.1 },
         clip: 1.0,
         save_every: 4,
         evaluate_every: 4,
@@ -196,10 +326,14 @@ fn plan(steps: u64) -> Plan {
     }
 }
 
-/// Trains in `folder`, asking to stop after step `stop_after`; gives the losses seen.
-fn run(folder: &Path, stop_after: Option<u64>) -> (Ending, Vec<f64>) {
-    let model = Transformer::random(config("llama", true), 3, Kind::Float);
-    let examples = examples();
+/// Trains in `folder` on `examples`, asking to stop after step `stop_after`; gives how it ended and the reports.
+fn run_on(
+    folder: &Path,
+    plan: &Plan,
+    examples: &[Example],
+    held_out: &[Example],
+    stop_after: Option<u64>,
+) -> (Result<Ending, trainer::training::TrainError>, Vec<StepReport>) {
     let drafter = DrafterFile {
         kind: "d3d".to_string(),
         block_size: 4,
@@ -209,17 +343,32 @@ fn run(folder: &Path, stop_after: Option<u64>) -> (Ending, Vec<f64>) {
         ..DrafterFile::default()
     };
     let files = TextFiles { tokenizer: "{}".to_string(), tokenizer_config: "{}".to_string(), generation_config: None };
-    let output = Output { folder, drafter, files: &files };
-    let stop = AtomicBool::new(false);
-    let mut losses = Vec::new();
-    let mut report = |step: &trainer::training::StepReport| {
-        losses.push(step.losses.total);
-        stop.store(stop_after == Some(step.step), Ordering::Relaxed);
+    let (stop, group) = (AtomicBool::new(false), Group::alone());
+    let ids: Vec<String> = (0..examples.len()).map(|index| format!("row-{index}")).collect();
+    let training = Training {
+        start: Transformer::random(config("llama", true), 3, Kind::Float),
+        examples,
+        ids: &ids,
+        held_out,
+        objective: Objective::Tokens,
+        output: Output { folder, drafter, files: &files },
+        group: &group,
     };
-    let mut sink = Sinks(Vec::new());
-    let ending =
-        train(&model, &plan(10), &examples[1..], &examples[..1], &Objective::Tokens, &output, &mut sink, &mut report, &stop);
-    (ending.unwrap(), losses)
+    let mut reports = Vec::new();
+    let mut report = |step: &StepReport| {
+        reports.push(step.clone());
+        // The flag is looked at while a step is computed, so the wish is granted at the end of the next.
+        stop.store(stop_after == Some(step.step + 1), Ordering::Relaxed);
+    };
+    let mut watch = Watch { sink: None, report: &mut report, score_every: None, score: None };
+    let ending = train(training, plan, &mut watch, &stop);
+    (ending, reports)
+}
+
+fn run(folder: &Path, stop_after: Option<u64>) -> (Ending, Vec<f64>) {
+    let examples = examples();
+    let (ending, reports) = run_on(folder, &plan(10), &examples[1..], &examples[..1], stop_after);
+    (ending.unwrap(), reports.iter().map(|report| report.losses.total).collect())
 }
 
 #[test]
@@ -239,4 +388,63 @@ fn resumed_training_equals_uninterrupted_bit_for_bit() {
     assert!(weights(whole.path()) == weights(parts.path()), "the final weights differ");
     assert_eq!(saved_steps(whole.path()), [8, 10], "only the last two checkpoints are kept");
     assert!(!whole.path().join("step-000008/state").exists(), "only the latest checkpoint keeps its optimiser state");
+}
+
+#[test]
+fn the_checkpoint_with_the_best_replay_is_kept_beside_the_last() {
+    let folder = tempfile::tempdir().unwrap();
+    let examples = examples();
+    let mut plan = plan(12);
+    (plan.evaluate_every, plan.save_every, plan.keep_last) = (1, 100, 1);
+    // After a start that learns, a rate that ruins: the best is an early step.
+    plan.schedule = Schedule { warmup: 0.0, curve: Curve::Constant, minimum: 1.0 };
+    plan.learning_rate = 0.3;
+    let (ending, reports) = run_on(folder.path(), &plan, &examples, &examples, None);
+    assert_eq!(ending.unwrap(), Ending::Done);
+    let taus: Vec<f64> = reports.iter().map(|report| report.replay.as_ref().unwrap().tau_pooled).collect();
+    let best = (0..taus.len()).rev().max_by(|&one, &other| taus[one].total_cmp(&taus[other])).unwrap() as u64 + 1;
+    let linked = std::fs::read_link(folder.path().join("best")).unwrap();
+    assert_eq!(linked.to_str().unwrap(), format!("step-{best:06}"), "{taus:?}");
+    let mut expected = vec![best, 12];
+    expected.dedup();
+    assert_eq!(saved_steps(folder.path()), expected, "{taus:?}");
+    for report in &reports {
+        let replay = report.replay.as_ref().unwrap();
+        assert!(replay.tau_interval.0 <= replay.tau_pooled && replay.tau_pooled <= replay.tau_interval.1);
+    }
+}
+
+#[test]
+fn steps_that_are_not_finite_are_left_out_counted_and_named_until_it_is_enough() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut plan = plan(60);
+    // So high a rate that the weights overflow at once.
+    (plan.learning_rate, plan.clip, plan.save_every) = (1e38, 1e38, 1000);
+    plan.schedule = Schedule { warmup: 0.0, curve: Curve::Constant, minimum: 1.0 };
+    let (ending, reports) = run_on(folder.path(), &plan, &examples(), &[], None);
+    let message = ending.unwrap_err().to_string();
+    assert!(
+        message.contains("20 steps had a loss or gradient that is not finite") && message.contains("skipped.jsonl"),
+        "{message}"
+    );
+    assert!(reports.iter().filter(|report| report.skipped.is_some()).count() >= 19);
+    let text = std::fs::read_to_string(folder.path().join("skipped.jsonl")).unwrap();
+    let lines: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.len(), 20);
+    assert!(lines[0]["reason"].as_str().unwrap().starts_with("not finite"));
+    assert!(lines[0]["responses"].as_array().unwrap().iter().all(|id| id.as_str().unwrap().starts_with("row-")), "{}", lines[0]);
+}
+
+#[test]
+fn a_step_without_anything_supervised_is_left_out_and_training_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut plan = plan(4);
+    plan.packing.size = BatchSize::Responses(1);
+    // One response in two has a prompt and nothing else.
+    let examples = [Example { ids: vec![1, 2, 3], prompt_length: 3 }, examples().remove(0)];
+    let (ending, reports) = run_on(folder.path(), &plan, &examples, &[], None);
+    assert_eq!(ending.unwrap(), Ending::Done);
+    let skipped: Vec<bool> = reports.iter().map(|report| report.skipped.is_some()).collect();
+    assert_eq!(skipped.iter().filter(|&&skipped| skipped).count(), 2, "{skipped:?}");
+    assert!(reports.iter().all(|report| report.losses.total.is_finite()));
 }

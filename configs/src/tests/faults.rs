@@ -17,7 +17,7 @@ fn unknown_keys_are_pointed_at() {
     );
     assert_eq!(
         folder.message(MINIMAL, &["devices.gpu=1"]),
-        "--set devices.gpu=1: unknown key `devices.gpu`; valid keys: `target`, `drafter`\n  | devices.gpu=1\n  |         ^^^"
+        "--set devices.gpu=1: unknown key `devices.gpu`; valid keys: `target`, `drafter`, `timeout`\n  | devices.gpu=1\n  |         ^^^"
     );
     folder.write("base.toml", "naem = \"x\"");
     assert_eq!(
@@ -126,6 +126,15 @@ fn impossible_values_are_refused() {
         ("train.learning_rate=0.0", "must be greater than 0, not `0`"),
         ("train.steps=0", "must be at least 1, not `0`"),
         ("train.batch_responses=0", "must be at least 1, not `0`"),
+        ("train.batch_tokens=100", "cannot stand beside `train.batch_responses`; keep one of them"),
+        ("train.forward_rows=0", "must be at least 1, not `0`"),
+        ("train.schedule=exponential", "must be one of `constant`, `linear`, `cosine`, `wsd`, not `exponential`"),
+        ("train.decay=2", "must be from 0 to 1, not `2`"),
+        ("train.objective=kl", "must be one of `tokens`, `target`, `target_variation`, not `kl`"),
+        ("train.position_weights=pace", "must be one of `exponential`, `d_pace`, not `pace`"),
+        ("train.pace_alpha=-1", "must be from 0 to 1, not `-1`"),
+        ("devices.timeout=0", "must be at least 1, not `0`"),
+        ("evaluate.every=0", "must be at least 1, not `0`"),
         ("train.warmup=1.01", "must be from 0 to 1, not `1.01`"),
         ("train.minimum_learning_rate=-1", "must be from 0 to 1, not `-1`"),
         ("train.beta1=1", "must be at least 0 and less than 1, not `1`"),

@@ -1,0 +1,206 @@
+//! Final norm, head and loss, a chunk of rows at a time: `[R, V]` logits never exist for more than a chunk, and their gradient goes back
+//! into the hidden states at once.
+//!
+//! Shapes legend: see the crate's documentation.
+
+use model::Transformer;
+use model::transformer::rms_norm;
+use tch::{Kind, Tensor};
+
+use crate::backward::{Divergence, LossSettings};
+use crate::batch::{Batch, BlockShape, Denominators, LabelledRow};
+use crate::losses::LossSums;
+use crate::objective::{PositionWeights, RowLoss, cross_entropy, distillation, log_probability, pace_weights, total_variation};
+
+/// The weights behind the last layer, and where their gradients are summed up.
+pub(crate) struct Head {
+    pub(crate) epsilon: f64,
+    /// A leaf.
+    pub(crate) norm_d: Tensor,
+    pub(crate) weight_vd: Tensor,
+    /// f32.
+    pub(crate) norm_gradient_d: Tensor,
+    /// f32.
+    pub(crate) weight_gradient_vd: Tensor,
+}
+
+/// A teacher and its last hidden states for the batch.
+pub(crate) struct Teaching<'a> {
+    pub(crate) teacher: &'a Transformer,
+    pub(crate) hidden_td: Tensor,
+    pub(crate) divergence: Divergence,
+    /// Which of these states stands for a labelled row.
+    pub(crate) row: fn(&LabelledRow) -> usize,
+    /// Whether clean rows learn from it, or from their labels.
+    pub(crate) clean_too: bool,
+}
+
+impl Teaching<'_> {
+    fn loss(&self, logits_rv: &Tensor, rows: &[LabelledRow], label_r: &Tensor) -> RowLoss {
+        let row_r = torch::index_tensor(&rows.iter().map(self.row).collect::<Vec<_>>(), logits_rv.device());
+        let teacher_logits_rv = self.teacher.logits(&self.hidden_td.index_select(0, &row_r));
+        match self.divergence {
+            Divergence::Forward(how) => distillation(logits_rv, &teacher_logits_rv, label_r, how),
+            Divergence::TotalVariation => total_variation(logits_rv, &teacher_logits_rv),
+        }
+    }
+}
+
+/// What one chunk of rows gave, read back.
+struct Outcome {
+    losses: Vec<f32>,
+    best: Vec<u32>,
+    /// Those that the gradient was weighted by.
+    weights: Vec<f64>,
+}
+
+impl Head {
+    /// The sums of the batch's losses, and the gradient with respect to the last layer's output `[T, D]`.
+    pub(crate) fn backward(
+        &self,
+        batch: &Batch,
+        hidden_td: &Tensor,
+        teaching: Option<&Teaching<'_>>,
+        denominators: &Denominators,
+        shape: BlockShape,
+        settings: LossSettings,
+    ) -> (LossSums, Tensor) {
+        let gradient_td = hidden_td.zeros_like().to_kind(Kind::Float);
+        let mut sums = LossSums::new(shape.drafts());
+        let total = sums.diffusion_denominator(denominators, settings.weights);
+        for rows in chunks_of_whole_blocks(&batch.diffusion, settings.chunk_rows) {
+            let weights = |losses: &Losses<'_>| match settings.weights {
+                PositionWeights::Exponential => rows.iter().map(|row| row.weight).collect(),
+                PositionWeights::Pace { alpha } => block_weights(rows, &losses.probabilities(), alpha),
+            };
+            let outcome = self.chunk(hidden_td, rows, 1.0 / total, &weights, teaching, &gradient_td);
+            sums.add_diffusion(rows, &outcome.losses, &outcome.best, &outcome.weights);
+        }
+        if settings.ar_weight > 0.0 {
+            let teaching = teaching.filter(|teaching| teaching.clean_too);
+            let scale = settings.ar_weight / denominators.clean as f64;
+            for rows in batch.autoregressive.chunks(settings.chunk_rows.max(1)) {
+                let outcome = self.chunk(hidden_td, rows, scale, &|_| vec![1.0; rows.len()], teaching, &gradient_td);
+                sums.autoregressive += outcome.losses.iter().map(|&loss| f64::from(loss)).sum::<f64>();
+            }
+        }
+        (sums, gradient_td.to_kind(hidden_td.kind()))
+    }
+
+    /// One chunk: logits, the loss of each row, and the gradients of head, norm and hidden rows, each row weighted by `scale · weight`.
+    fn chunk(
+        &self,
+        hidden_td: &Tensor,
+        rows: &[LabelledRow],
+        scale: f64,
+        weights: &dyn Fn(&Losses<'_>) -> Vec<f64>,
+        teaching: Option<&Teaching<'_>>,
+        gradient_td: &Tensor,
+    ) -> Outcome {
+        let device = hidden_td.device();
+        let row_r = torch::index_tensor(&rows.iter().map(|row| row.row).collect::<Vec<_>>(), device);
+        let label_r = torch::ids_tensor(&rows.iter().map(|row| row.label).collect::<Vec<_>>(), device);
+        let hidden_rd = hidden_td.index_select(0, &row_r).set_requires_grad(true);
+        let normed_rd = tch::with_grad(|| rms_norm(&hidden_rd, &self.norm_d, self.epsilon));
+        let logits_rv = normed_rd.detach().matmul(&self.weight_vd.transpose(0, 1)).to_kind(Kind::Float);
+        let RowLoss { loss_r, gradient_rv } = match teaching {
+            Some(teaching) => teaching.loss(&logits_rv, rows, &label_r),
+            None => cross_entropy(&logits_rv, &label_r),
+        };
+        let weights = weights(&Losses { logits_rv: &logits_rv, label_r: &label_r });
+        let best = torch::to_ids(&logits_rv.argmax(-1, false));
+        drop(logits_rv);
+        let scaled: Vec<f32> = weights.iter().map(|weight| (weight * scale) as f32).collect();
+        let mut gradient_rv = gradient_rv;
+        let _ = gradient_rv.g_mul_(&Tensor::from_slice(&scaled).to_device(device).unsqueeze(1));
+        let gradient_rv = gradient_rv.to_kind(hidden_td.kind());
+
+        add_product(&self.weight_gradient_vd, &gradient_rv.transpose(0, 1), &normed_rd.detach());
+        let normed_gradient_rd = gradient_rv.matmul(&self.weight_vd);
+        let surrogate = tch::with_grad(|| (&normed_rd * &normed_gradient_rd).sum(normed_rd.kind()));
+        let gradients = Tensor::run_backward(&[surrogate], &[&hidden_rd, &self.norm_d], false, false);
+        let _ = self.norm_gradient_d.shallow_clone().g_add_(&gradients[1].to_kind(Kind::Float));
+        let _ = gradient_td.shallow_clone().index_add_(0, &row_r, &gradients[0].to_kind(Kind::Float));
+        Outcome { losses: torch::to_f32s(&loss_r), best, weights }
+    }
+}
+
+/// What position weights may look at.
+struct Losses<'a> {
+    logits_rv: &'a Tensor,
+    label_r: &'a Tensor,
+}
+
+impl Losses<'_> {
+    /// The drafter's probability of each row's label.
+    fn probabilities(&self) -> Vec<f64> {
+        torch::to_f32s(&log_probability(self.logits_rv, self.label_r).exp()).into_iter().map(f64::from).collect()
+    }
+}
+
+/// total += left · right, in f32 without a product in between where the operands are f32 already.
+fn add_product(total: &Tensor, left: &Tensor, right: &Tensor) {
+    let mut total = total.shallow_clone();
+    if left.kind() == Kind::Float {
+        let _ = total.addmm_(left, right);
+    } else {
+        let _ = total.g_add_(&left.matmul(right).to_kind(Kind::Float));
+    }
+}
+
+/// Cuts rows, which come block by block with drafts ascending, into chunks of up to `limit` that end where a block ends; a block larger
+/// than the limit is a chunk of its own.
+fn chunks_of_whole_blocks(rows: &[LabelledRow], limit: usize) -> impl Iterator<Item = &[LabelledRow]> {
+    let mut rest = rows;
+    std::iter::from_fn(move || {
+        if rest.is_empty() {
+            return None;
+        }
+        let is_end = |&end: &usize| end == rest.len() || rest[end].draft == 0;
+        let within = (1..=rest.len().min(limit.max(1))).rev().find(is_end);
+        let end = within.or_else(|| (1..=rest.len()).find(is_end)).unwrap_or(rest.len());
+        let (chunk, others) = rest.split_at(end);
+        rest = others;
+        Some(chunk)
+    })
+}
+
+/// [`pace_weights`] block by block.
+fn block_weights(rows: &[LabelledRow], probabilities: &[f64], alpha: f64) -> Vec<f64> {
+    let mut weights = Vec::with_capacity(rows.len());
+    let mut start = 0;
+    for end in 1..=rows.len() {
+        if end == rows.len() || rows[end].draft == 0 {
+            weights.extend(pace_weights(&probabilities[start..end], alpha));
+            start = end;
+        }
+    }
+    weights
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(blocks: &[usize]) -> Vec<LabelledRow> {
+        let drafts = blocks.iter().flat_map(|&slots| 0..slots);
+        drafts.map(|draft| LabelledRow { row: 0, label: 0, weight: 1.0, draft, predictor: 0 }).collect()
+    }
+
+    #[test]
+    fn chunks_end_where_blocks_end() {
+        let rows = rows(&[3, 3, 2, 5, 1]);
+        let lengths = |limit| chunks_of_whole_blocks(&rows, limit).map(<[_]>::len).collect::<Vec<_>>();
+        assert_eq!(lengths(6), [6, 2, 6]);
+        assert_eq!(lengths(4), [3, 3, 2, 5, 1]);
+        assert_eq!(lengths(0), [3, 3, 2, 5, 1]);
+        assert_eq!(lengths(1000), [14]);
+        assert_eq!(chunks_of_whole_blocks(&[], 4).count(), 0);
+    }
+
+    #[test]
+    fn weights_of_a_chunk_are_those_of_its_blocks() {
+        let rows = rows(&[3, 1]);
+        assert_eq!(block_weights(&rows, &[0.5, 0.0, 1.0, 0.0], 0.5), [1.5, 0.75, 0.375, 0.5]);
+    }
+}
