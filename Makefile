@@ -4,7 +4,7 @@
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build quickstart test bench
+.PHONY: help setup build quickstart test bench soak
 
 help:                  ## list these targets
 	@awk -F ' *## *' '/^[a-z]+:.*##/ { sub(/:.*/, "", $$1); printf "  make %-12s%s\n", $$1, $$2 }' Makefile
@@ -29,6 +29,14 @@ test: setup            ## formatting, lints and all tests
 	else echo "test: no clippy here, lints are not checked (rustup component add clippy)"; fi
 	cargo test --release --workspace
 
-# The bench profile would compile libtorch's bindings once more.
-bench: setup           ## milliseconds of a forward by rows, kind and threads
+# The bench profile would compile libtorch's bindings once more. The plain program that training is measured against needs a Python with
+# torch of its own, 5 GB on disk; PYTHON=… names one that is there.
+PYTHON ?= .bench/bin/python
+bench: setup           ## forwards, and a training step against plain PyTorch
+	@[ "$(PYTHON)" != .bench/bin/python ] || [ -x .bench/bin/python ] || { rm -rf .bench.partial && python3 -m venv .bench.partial && \
+	.bench.partial/bin/pip install --quiet torch==2.11.0 numpy safetensors && mv .bench.partial .bench; }
 	cargo bench --profile release -p drafthorse-model --bench forward
+	PYTHON="$(abspath $(PYTHON))" cargo bench --profile release -p drafthorse-trainer --bench step
+
+soak: setup            ## fault campaigns that take minutes
+	cargo test --release --workspace --test end_to_end -- --ignored --nocapture --test-threads 1

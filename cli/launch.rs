@@ -52,7 +52,7 @@ pub(crate) struct LaunchArgs {
     /// Which of the nodes this is, from 0. Needed with several nodes.
     #[arg(long, value_name = "R")]
     node_rank: Option<u16>,
-    /// Where the ranks meet: a name or address of node 0 that every node can reach, and a free port there. Needed with several nodes.
+    /// Where the ranks meet: node 0's name or address as all can reach it, and a free port there. Needed with several nodes.
     #[arg(long, value_name = "HOST:PORT")]
     rendezvous: Option<String>,
     /// How long the other ranks may go on after one failed, to end with their own message, before they are made to end.
@@ -117,7 +117,7 @@ pub(crate) fn launch(args: &LaunchArgs, devices: usize, progress: &Progress, sto
 
 /// In a launched rank, ends the process when its launcher is gone, however that ended. Says whether this is a launched rank.
 ///
-/// The launcher holds the other end of a rank's stdin and never writes to it; the system closes it even when the launcher is killed.
+/// The launcher holds the other end of a rank's stdin and never writes to it; the system closes it even if that is killed.
 pub(crate) fn end_with_launcher() -> std::io::Result<bool> {
     if std::env::var_os(LAUNCHED).is_none() {
         return Ok(false);
@@ -378,6 +378,7 @@ fn supervise(job: &Job, sink: &Sink, say: &dyn Fn(Line), stop: &AtomicBool) -> a
     let (sender, ends) = mpsc::channel();
     let mut ranks: Vec<Rank> =
         (0..job.place.nproc).map(|local| Rank::start(job, local, sink, &sender)).collect::<anyhow::Result<_>>()?;
+    drop(sender);
     let (mut asked, mut killed, mut interrupted) = (false, false, false);
     let mut failures: Vec<Failure> = Vec::new();
     let mut first_failure: Option<Instant> = None;

@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 use configs::Recipe;
+use signal_hook::flag;
 use torch::group::{Group, Place};
 
 use crate::progress::{LogFormat, Progress};
@@ -92,22 +93,26 @@ pub(crate) struct BadRecipe(pub(crate) String);
 fn main() -> ExitCode {
     let cli = Cli::parse();
     torch::keep_freed_memory();
+    // A launched rank hears of a second signal by the end of its launcher; it may get the first one twice, from both.
+    let launched = match launch::end_with_launcher() {
+        Ok(launched) => launched,
+        Err(error) => {
+            eprintln!("error: cannot watch for the end of the launcher: {error}");
+            return ExitCode::from(1);
+        }
+    };
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
         // The second signal ends the process at once, for whoever cannot wait for the step to finish.
-        let registered = signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&stop))
-            .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&stop)));
-        if let Err(error) = registered {
+        let at_once =
+            if launched { Ok(()) } else { flag::register_conditional_shutdown(signal, 130, Arc::clone(&stop)).map(drop) };
+        if let Err(error) = at_once.and_then(|()| flag::register(signal, Arc::clone(&stop))) {
             eprintln!("error: cannot watch for signals: {error}");
             return ExitCode::from(1);
         }
     }
     // A panic inside libtorch calls becomes an error at the edge of each step; the default hook would print it a second time.
     std::panic::set_hook(Box::new(|_| {}));
-    if let Err(error) = launch::end_with_launcher() {
-        eprintln!("error: cannot watch for the end of the launcher: {error}");
-        return ExitCode::from(1);
-    }
     let progress = Progress::new(cli.log_format);
     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| dispatch(&cli.command, &progress, &stop)));
     match outcome {

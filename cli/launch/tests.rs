@@ -48,8 +48,8 @@ impl Write for Written {
     }
 }
 
-/// Runs a job while `observe` gets to see what was written so far, and makes the wish to stop by giving true. `$0` is a path at which
-/// there is no file yet, the same for the ranks and for `observe`. Gives the exit code and all that was written.
+/// Runs a job while `observe` gets to see what was written so far, and makes the wish to stop by giving true. `$0` is a path at
+/// which there is no file yet, the same for the ranks and for `observe`. Gives the exit code and all that was written.
 fn run_observed(job: Job, observe: impl Fn(&str, &Path) -> bool + Sync) -> (u8, String) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("file");
@@ -199,7 +199,7 @@ fn a_rank_that_fails_alone_is_not_said_to_have_ended_others() {
 
 #[test]
 fn the_first_to_fail_is_named_after_its_last_words() {
-    // The words come out after the end has been seen. The others end only once the launcher has said why: they are given time for it.
+    // The words come out after the end has been seen. The others end only once the launcher has said why: they get time for it.
     let script = format!("if [ $RANK = 1 ]; then (sleep 0.1; echo words) & kill -9 $$; else {WAIT}; exit 1; fi");
     let (code, written) = run_observed(job(3, &script), |written, file| {
         if written.contains("to end") {

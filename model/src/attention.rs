@@ -42,6 +42,22 @@ fn grouped_query_attention(query_the: &Tensor, key_kse: &Tensor, value_kse: &Ten
     output.view([key_heads, group, rows, size]).permute([2, 0, 1, 3]).reshape([rows, heads, size])
 }
 
+/// Softmax attention of rows that see themselves and the rows before them.
+///
+/// libtorch's causal kernels need no mask and skip what is not seen, but want a key head for each query head: keys and values are small
+/// enough to be copied. Shapes as [`grouped_query_attention`].
+fn causal_attention(query_the: &Tensor, key_kse: &Tensor, value_kse: &Tensor) -> Tensor {
+    let heads = query_the.size()[1];
+    let (key_heads, rows, size) = key_kse.size3().unwrap_or_default();
+    let of_query_heads = |tensor: &Tensor| {
+        tensor.unsqueeze(1).expand([key_heads, heads / key_heads, rows, size], false).reshape([1, heads, rows, size])
+    };
+    let query = query_the.transpose(0, 1).unsqueeze(0);
+    let (key, value) = (of_query_heads(key_kse), of_query_heads(value_kse));
+    let output = Tensor::scaled_dot_product_attention(&query, &key, &value, None::<&Tensor>, 0.0, true, None, false);
+    output.squeeze_dim(0).transpose(0, 1)
+}
+
 /// Rows that belong to one lane of the cache.
 pub struct Piece {
     /// The lane whose held tokens all these rows see.
@@ -204,18 +220,18 @@ struct Group {
 /// Sorted anchors are cut into groups; a group attends to the clean rows up to its last anchor and to itself, by a small mask. At 3072
 /// clean rows and 512 anchors this computes 1.2 times the needed pairs, where one dense mask computes 7.2 times.
 pub struct PackedAttention {
-    clean: Vec<(Range<i64>, Tensor)>,
+    clean: Vec<Range<i64>>,
     groups: Vec<(i64, Vec<Group>)>,
 }
 
 impl PackedAttention {
-    /// Builds the small masks once; all layers of a forward use them.
+    /// Builds the groups' small masks once; all layers of a forward use them.
     pub fn new(sequences: &[Sequence], pattern: BlockPattern, device: Device) -> Self {
         let mut clean = Vec::new();
         let mut groups = Vec::new();
         for sequence in sequences {
             let (first, length) = (sequence.first_row as i64, sequence.clean as i64);
-            clean.push((first..first + length, Tensor::ones([length, length], (Kind::Bool, device)).tril(0)));
+            clean.push(first..first + length);
             let mut next_row = first + length;
             let of_sequence = sequence
                 .anchors
@@ -256,9 +272,9 @@ impl Attention for PackedAttention {
         let rows_of =
             |tensor: &Tensor, dimension: i64, rows: &Range<i64>| tensor.narrow(dimension, rows.start, rows.end - rows.start);
         let mut outputs = Vec::new();
-        for ((clean, causal), (first, groups)) in self.clean.iter().zip(&self.groups) {
+        for (clean, (first, groups)) in self.clean.iter().zip(&self.groups) {
             let (key, value) = (rows_of(&key_kte, 1, clean), rows_of(&value_kte, 1, clean));
-            outputs.push(grouped_query_attention(&rows_of(query_the, 0, clean), &key, &value, Some(causal)));
+            outputs.push(causal_attention(&rows_of(query_the, 0, clean), &key, &value));
             for group in groups {
                 let with_context =
                     |tensor: &Tensor| Tensor::cat(&[tensor.narrow(1, *first, group.context), rows_of(tensor, 1, &group.rows)], 1);

@@ -101,8 +101,7 @@ impl StoredTensor {
     pub fn read(&self) -> Result<Tensor, TensorFileError> {
         let io = |source| TensorFileError::Read { path: self.file.clone(), source };
         let kind = self.kind()?;
-        let bytes = self.read_bytes(0, self.bytes).map_err(io)?;
-        torch::from_bytes(&bytes, &self.shape, kind).map_err(|error| torch_error(&self.file, &self.name, &error))
+        torch::read(&mut self.open_at(0).map_err(io)?, &self.shape, kind).map_err(io)
     }
 
     /// Reads elements `range` of the flattened tensor, as [`StoredTensor::read`].
@@ -117,16 +116,14 @@ impl StoredTensor {
         if range.start < 0 || count < 0 || range.end as u64 * size > self.bytes {
             return Err(io(std::io::Error::other(format!("`{}` has no elements {range:?}", self.name))));
         }
-        let bytes = self.read_bytes(range.start as u64 * size, count as u64 * size).map_err(io)?;
-        torch::from_bytes(&bytes, &[count], kind).map_err(|error| torch_error(&self.file, &self.name, &error))
+        torch::read(&mut self.open_at(range.start as u64 * size).map_err(io)?, &[count], kind).map_err(io)
     }
 
-    fn read_bytes(&self, start: u64, count: u64) -> std::io::Result<Vec<u8>> {
+    /// The file, `start` bytes into the tensor.
+    fn open_at(&self, start: u64) -> std::io::Result<File> {
         let mut file = File::open(&self.file)?;
         file.seek(SeekFrom::Start(self.offset + start))?;
-        let mut bytes = vec![0; count as usize];
-        file.read_exact(&mut bytes)?;
-        Ok(bytes)
+        Ok(file)
     }
 
     fn kind(&self) -> Result<Kind, TensorFileError> {

@@ -153,6 +153,9 @@ impl Transformer {
 }
 
 impl Layer {
+    /// Norm, gate, up and down.
+    pub const FEED_FORWARD_PARAMETERS: usize = 4;
+
     /// Builds a layer by asking for each of its parameters in the order of [`ModelConfig::layer_shapes`].
     pub fn from_source<E>(query_key_norm: bool, mut next: impl FnMut() -> Result<Tensor, E>) -> Result<Self, E> {
         Ok(Self {
@@ -186,7 +189,8 @@ impl Layer {
         }
     }
 
-    /// The layer's parameters in the order of [`ModelConfig::parameter_shapes`].
+    /// The layer's parameters in the order of [`ModelConfig::layer_shapes`]: those of the first half, then the last
+    /// [`Layer::FEED_FORWARD_PARAMETERS`] of the second.
     pub fn parameters(&self) -> Vec<&Tensor> {
         let mut tensors = vec![&self.input_layernorm, &self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj];
         tensors.extend(self.q_norm.iter().chain(&self.k_norm));
@@ -196,6 +200,18 @@ impl Layer {
 
     /// One decoder layer over `[T, D]`; `index` tells the attention which layer of the cache this is.
     pub fn forward(
+        &self,
+        config: &ModelConfig,
+        index: usize,
+        hidden_td: &Tensor,
+        rope: &Rope,
+        attention: &mut dyn Attention,
+    ) -> Tensor {
+        self.feed_forward(config, &self.attend(config, index, hidden_td, rope, attention))
+    }
+
+    /// The layer's first half, up to the second norm: `[T, D]` plus what attention adds.
+    pub fn attend(
         &self,
         config: &ModelConfig,
         index: usize,
@@ -214,8 +230,12 @@ impl Layer {
         }
         let attended_the = attention.attend(index, &rope.turn(&query_the), &rope.turn(&key_tke), &value_tke);
         let rows = attended_the.size()[0];
-        let hidden_td = hidden_td + attended_the.reshape([rows, -1]).matmul(&self.o_proj.transpose(0, 1));
-        let normed_td = rms_norm(&hidden_td, &self.post_attention_layernorm, config.rms_norm_eps);
+        hidden_td + attended_the.reshape([rows, -1]).matmul(&self.o_proj.transpose(0, 1))
+    }
+
+    /// The layer's second half: `[T, D]` plus what the gated feed-forward adds.
+    pub fn feed_forward(&self, config: &ModelConfig, hidden_td: &Tensor) -> Tensor {
+        let normed_td = rms_norm(hidden_td, &self.post_attention_layernorm, config.rms_norm_eps);
         let gate_tf = normed_td.matmul(&self.gate_proj.transpose(0, 1)).silu();
         let feed_forward_tf = gate_tf * normed_td.matmul(&self.up_proj.transpose(0, 1));
         hidden_td + feed_forward_tf.matmul(&self.down_proj.transpose(0, 1))

@@ -16,8 +16,8 @@ const RUN: [&str; 5] = ["--", "run", "recipe.toml", "--log-format", "json"];
 const FIRST_PROGRESS: &str = "\"progress\":\"regenerate\"";
 const LAST_PROGRESS: &str = "\"progress\":\"layers-03\"";
 
-/// Launches a run and calls `disturb` with the launcher's process id once the run makes progress. Gives how the launcher ended, and
-/// what came on stderr until nobody was left who could write there: neither the launcher nor a rank that writes there itself.
+/// Launches a run and calls `disturb` with the launcher's process id once the run makes progress. Gives how the launcher ended,
+/// and what came on stderr until nobody was left who could write there: neither the launcher nor a rank that writes there itself.
 fn disturbed(folder: &Path, options: &[&str], disturb: impl Fn(u32)) -> (ExitStatus, String) {
     tiny::write(folder);
     let arguments = [&["launch"], options, &RUN].concat();

@@ -5,6 +5,7 @@ mod bad_input;
 mod interrupt;
 mod launch;
 mod ranks;
+mod soak;
 mod tiny;
 mod whole_runs;
 

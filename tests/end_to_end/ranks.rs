@@ -26,7 +26,7 @@ const STEPS: [&str; 8] = [
 ];
 
 /// A folder with a tiny recipe and its responses.
-fn regenerated() -> TempDir {
+pub(crate) fn regenerated() -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     tiny::write(folder.path());
     let output = drafthorse(folder.path(), &["regenerate", "recipe.toml"]).output().unwrap();
@@ -35,7 +35,7 @@ fn regenerated() -> TempDir {
 }
 
 /// The same folder again, to go another way from there.
-fn copy_of(folder: &Path) -> TempDir {
+pub(crate) fn copy_of(folder: &Path) -> TempDir {
     let copy = tempfile::tempdir().unwrap();
     let from = format!("{}/.", folder.display());
     assert!(Command::new("cp").args(["-a", &from]).arg(copy.path()).status().unwrap().success());
@@ -43,7 +43,7 @@ fn copy_of(folder: &Path) -> TempDir {
 }
 
 /// The command that trains with so many ranks, one of them without a launcher.
-fn training(folder: &Path, ranks: usize, settings: &[&str]) -> Command {
+pub(crate) fn training(folder: &Path, ranks: usize, settings: &[&str]) -> Command {
     let train = [&["train", "recipe.toml"], settings].concat();
     if ranks == 1 {
         return drafthorse(folder, &train);
@@ -58,7 +58,7 @@ fn train(folder: &Path, ranks: usize, settings: &[&str]) {
 }
 
 /// The losses of a run by step, without what depends on the machine.
-fn metrics(folder: &Path) -> BTreeMap<u64, Value> {
+pub(crate) fn metrics(folder: &Path) -> BTreeMap<u64, Value> {
     let text = fs::read_to_string(folder.join("runs/tiny/train/metrics.jsonl")).unwrap();
     let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     let mut steps = BTreeMap::new();
@@ -216,5 +216,47 @@ fn ranks_with_other_data_are_refused_by_name() {
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
         assert!(stderr(&output).contains("rank 1 trains on other data or by another recipe"), "{}", stderr(&output));
+    }
+}
+
+#[test]
+fn checkpoints_are_scored_while_training_and_the_evaluation_finds_their_scores() {
+    let folder = regenerated();
+    let every = ["--set", "evaluate.every=8"];
+    let settings = [&STEPS[..], &every].concat();
+    train(folder.path(), 2, &settings);
+    let scores = folder.path().join("runs/tiny/scores");
+    let score = |step: u64| fs::read_to_string(scores.join(format!("step-{step:06}.json")));
+    let while_training = [8, 16].map(|step| score(step).unwrap());
+    assert!(score(20).is_err());
+    let run = [&["run", "recipe.toml", "--set", "prune.remove=0"], &settings[..]].concat();
+    let output = drafthorse(folder.path(), &run).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    // Scores that are there are kept, those that are missing are made, and all are in the table.
+    assert!([8, 16].map(|step| score(step).unwrap()) == while_training && score(20).is_ok() && score(0).is_ok());
+    let table = String::from_utf8(output.stdout).unwrap();
+    for step in [0, 8, 16, 20] {
+        assert!(table.contains(&format!("step-{step:06}")), "{table}");
+    }
+}
+
+#[test]
+fn a_second_process_follows_a_run_and_scores_what_appears() {
+    let folder = regenerated();
+    let nothing = drafthorse(folder.path(), &["evaluate", "recipe.toml", "--set", "name=other", "--follow"]).output().unwrap();
+    assert_eq!(nothing.status.code(), Some(2), "{}", stderr(&nothing));
+    assert!(stderr(&nothing).contains("no run `runs/other` here to follow"), "{}", stderr(&nothing));
+    let mut run = training(folder.path(), 1, &STEPS).stderr(Stdio::null()).spawn().unwrap();
+    // One that begins too early would find nobody at work.
+    while !folder.path().join("runs/tiny/train/step-000000").exists() {
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    let follower = drafthorse(folder.path(), &["evaluate", "runs/tiny", "--follow"]).output().unwrap();
+    assert!(follower.status.success(), "{}", stderr(&follower));
+    assert!(stderr(&follower).contains("no process works on the run any more"), "{}", stderr(&follower));
+    assert!(run.wait().unwrap().success());
+    // The untrained checkpoint and the last one stay; those between may be cleared away before they are seen.
+    for step in [0, 20] {
+        assert!(folder.path().join(format!("runs/tiny/scores/step-{step:06}.json")).exists(), "{}", stderr(&follower));
     }
 }

@@ -71,6 +71,20 @@ pub fn from_bytes(bytes: &[u8], shape: &[i64], kind: Kind) -> Result<Tensor, Tch
     Tensor::f_from_data_size(bytes, shape, kind)
 }
 
+/// Reads a tensor on the CPU straight from where its bytes come from, without a second copy of them in memory.
+pub fn read(reader: &mut impl std::io::Read, shape: &[i64], kind: Kind) -> std::io::Result<Tensor> {
+    let tensor = Tensor::f_empty(shape, (kind, Device::Cpu)).map_err(std::io::Error::other)?;
+    let length = tensor.numel() * kind.elt_size_in_bytes();
+    #[allow(unsafe_code)]
+    // SAFETY: a new tensor on the CPU is contiguous, of this many bytes, and nobody else has it yet. `read_exact` only writes to the
+    // slice, and any bytes are valid in it; should it fail, the tensor goes away unread.
+    let bytes = unsafe { std::slice::from_raw_parts_mut(tensor.data_ptr().cast::<u8>(), length) };
+    if length > 0 {
+        reader.read_exact(bytes)?;
+    }
+    Ok(tensor)
+}
+
 /// The bytes of a tensor in row-major order, whatever its device and strides.
 pub fn to_bytes(tensor: &Tensor) -> Result<Vec<u8>, TchError> {
     let tensor = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?;
@@ -136,6 +150,19 @@ pub fn keep_freed_memory() {
     }
 }
 
+/// Gives memory that was freed back to the system in spite of [`keep_freed_memory`]: to be called once something large is gone for good
+/// whose place nothing of its size will take.
+pub fn release_freed_memory() {
+    #[cfg(target_env = "gnu")]
+    {
+        #[allow(unsafe_code)]
+        // SAFETY: malloc_trim only touches pages that no allocation uses, under the allocator's own locks.
+        unsafe {
+            libc::malloc_trim(0);
+        }
+    }
+}
+
 /// The cores that this process may use.
 pub fn available_cores() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
@@ -168,6 +195,14 @@ mod tests {
         let tensor = from_bytes(&bytes, &[2], Kind::BFloat16).unwrap();
         assert_eq!(to_f32s(&tensor), [1.0, -2.0]);
         assert_eq!(to_bytes(&tensor).unwrap(), bytes);
+    }
+
+    #[test]
+    fn a_tensor_is_read_from_its_bytes_and_too_few_are_an_error() {
+        let bytes: Vec<u8> = [1.5_f32, -2.0, 8.0].iter().flat_map(|value| value.to_le_bytes()).collect();
+        assert_eq!(to_f32s(&read(&mut bytes.as_slice(), &[3, 1], Kind::Float).unwrap()), [1.5, -2.0, 8.0]);
+        assert_eq!(read(&mut bytes.as_slice(), &[0, 5], Kind::Float).unwrap().size(), [0, 5]);
+        assert!(read(&mut bytes.as_slice(), &[4], Kind::Float).is_err());
     }
 
     #[test]

@@ -1,19 +1,19 @@
 //! Forward, loss and backward of one batch, layer by layer.
 //!
 //! Each layer is gathered from all ranks, run, and let go; in the backward it is gathered and run again, and its gradient summed over the
-//! ranks at once. Each is its own little graph between detached tensors, so only one layer's graph need live at a time (`recompute`), and
-//! no engine hook is needed. The surrogate `(y · g).sum()` hands the gradient `g` to autograd, whose roots are always ones in tch
+//! ranks at once. Each half of it (attention, feed-forward) is its own little graph between detached tensors, so only half a layer's graph
+//! need live at a time (`recompute`), and no engine hook is needed. The surrogate `(y · g).sum()` hands the gradient `g` to autograd, whose roots are always ones in tch
 //! (<https://github.com/LaurentMazare/tch-rs/issues/526>); its own value does not matter.
 //!
 //! Shapes legend: see the crate's documentation.
 
-use model::transformer::{Layer, Rope};
+use model::transformer::Layer;
 use model::{PackedAttention, Transformer};
 use tch::{Kind, Tensor};
 use torch::group::GroupError;
 
 use crate::batch::{Batch, BlockShape, Denominators, LabelledRow};
-use crate::head::{Head, Teaching};
+use crate::head::{Head, Teaching, logits_room};
 use crate::losses::LossSums;
 use crate::objective::{Distillation, PositionWeights};
 use crate::parameters::{EMBEDDING, Parameters};
@@ -71,6 +71,7 @@ pub fn forward_backward(
     let config = &parameters.config;
     let depth = config.num_hidden_layers;
     let idle = batch.ids.is_empty();
+    let logits_rv = logits_room(batch, shape, settings, config.vocab_size, device);
     let ids_t = torch::ids_tensor(&batch.ids, device);
     let positions_t = torch::index_tensor(&batch.positions, device);
     let rope = parameters.rotary.tables(&positions_t);
@@ -92,12 +93,14 @@ pub fn forward_backward(
         let layer = parameters.layer_of(index, &flat);
         if settings.recompute {
             let input_td = hidden_td;
-            hidden_td = layer.forward(config, index, &input_td, &rope, &mut attention);
-            kept.push(Kept::Input(input_td));
+            let middle_td = layer.attend(config, index, &input_td, &rope, &mut attention);
+            hidden_td = layer.feed_forward(config, &middle_td);
+            kept.push(Kept::Inputs { input_td, middle_td });
         } else {
-            let run = Run::new(parameters, layer, index, &hidden_td, &rope, &mut attention);
-            hidden_td = run.output_td.detach();
-            kept.push(Kept::Run(run));
+            let first = Run::of(&hidden_td, |input_td| layer.attend(config, index, input_td, &rope, &mut attention));
+            let second = Run::of(&first.output_td, |middle_td| layer.feed_forward(config, middle_td));
+            hidden_td = second.output_td.detach();
+            kept.push(Kept::Runs { layer, first, second });
         }
     }
 
@@ -110,7 +113,9 @@ pub fn forward_backward(
     let head_open = parameters.open_gradient(parameters.head_unit(), gradient);
     let norm_open = parameters.open_gradient(parameters.norm_unit(), gradient);
     let head = Head {
+        logits_rv,
         epsilon: config.rms_norm_eps,
+        chunk_rows: settings.chunk_rows,
         norm_gradient_d: parameters.gradient_views(&norm_open).swap_remove(0),
         weight_gradient_vd: parameters.gradient_views(&head_open).swap_remove(0),
         norm_d: norm_d.detach().set_requires_grad(true),
@@ -133,16 +138,24 @@ pub fn forward_backward(
         let flat = next.take().map(|gathering| gathering.wait()).transpose()?;
         next = if index > 0 { start(index - 1)? } else { None };
         let open = parameters.open_gradient(parameters.layer_unit(index), gradient);
-        let run = match (kept.pop(), flat) {
-            (Some(Kept::Run(run)), _) => Some(run),
-            (Some(Kept::Input(input_td)), Some(flat)) => {
-                let layer = parameters.layer_of(index, &flat);
-                Some(Run::new(parameters, layer, index, &input_td, &rope, &mut attention))
+        let mut views = parameters.gradient_views(&open);
+        let second_views = views.split_off(views.len() - Layer::FEED_FORWARD_PARAMETERS);
+        match (kept.pop(), flat) {
+            (Some(Kept::Runs { layer, first, second }), _) => {
+                let (first_parameters, second_parameters) = halves(&layer);
+                gradient_td = second.backward(&gradient_td, &second_parameters, &second_views);
+                gradient_td = first.backward(&gradient_td, &first_parameters, &views);
             }
-            _ => None,
-        };
-        if let Some(run) = run {
-            gradient_td = run.backward(&gradient_td, &parameters.gradient_views(&open));
+            (Some(Kept::Inputs { input_td, middle_td }), Some(flat)) => {
+                let layer = parameters.layer_of(index, &flat);
+                let (first_parameters, second_parameters) = halves(&layer);
+                let second = Run::of(&middle_td, |middle_td| layer.feed_forward(config, middle_td));
+                gradient_td = second.backward(&gradient_td, &second_parameters, &second_views);
+                drop(middle_td);
+                let first = Run::of(&input_td, |input_td| layer.attend(config, index, input_td, &rope, &mut attention));
+                gradient_td = first.backward(&gradient_td, &first_parameters, &views);
+            }
+            _ => {}
         }
         parameters.close_gradient(open, gradient)?;
     }
@@ -157,38 +170,36 @@ pub fn forward_backward(
 
 /// What the forward leaves of a layer for the backward.
 enum Kept {
-    Input(Tensor),
-    Run(Run),
+    Inputs { input_td: Tensor, middle_td: Tensor },
+    Runs { layer: Layer, first: Run, second: Run },
 }
 
-/// One layer's own graph, from a leaf to its output.
+/// The parameters of a layer's halves.
+fn halves(layer: &Layer) -> (Vec<&Tensor>, Vec<&Tensor>) {
+    let mut first = layer.parameters();
+    let second = first.split_off(first.len() - Layer::FEED_FORWARD_PARAMETERS);
+    (first, second)
+}
+
+/// A graph of its own, from a leaf to its output.
 struct Run {
-    layer: Layer,
     input_td: Tensor,
     output_td: Tensor,
 }
 
 impl Run {
-    fn new(
-        parameters: &Parameters<'_>,
-        layer: Layer,
-        index: usize,
-        input_td: &Tensor,
-        rope: &Rope,
-        attention: &mut PackedAttention,
-    ) -> Self {
+    fn of(input_td: &Tensor, body: impl FnOnce(&Tensor) -> Tensor) -> Self {
         let input_td = input_td.detach().set_requires_grad(true);
-        let output_td = tch::with_grad(|| layer.forward(&parameters.config, index, &input_td, rope, attention));
-        Self { layer, input_td, output_td }
+        let output_td = tch::with_grad(|| body(&input_td));
+        Self { input_td, output_td }
     }
 
-    /// Adds to the layer's gradients, and gives the gradient of its input.
-    fn backward(self, gradient_td: &Tensor, layer_gradients: &[Tensor]) -> Tensor {
+    /// Adds to the gradients of `parameters`, and gives the gradient of the input.
+    fn backward(self, gradient_td: &Tensor, parameters: &[&Tensor], totals: &[Tensor]) -> Tensor {
         let surrogate = tch::with_grad(|| (&self.output_td * gradient_td).sum(self.output_td.kind()));
-        let mut inputs = vec![&self.input_td];
-        inputs.extend(self.layer.parameters());
+        let inputs = [&[&self.input_td], parameters].concat();
         let gradients = Tensor::run_backward(&[surrogate], &inputs, false, false);
-        for (total, gradient) in layer_gradients.iter().zip(&gradients[1..]) {
+        for (total, gradient) in totals.iter().zip(&gradients[1..]) {
             let _ = total.shallow_clone().g_add_(&gradient.to_kind(Kind::Float));
         }
         gradients[0].shallow_clone()

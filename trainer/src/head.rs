@@ -5,7 +5,7 @@
 
 use model::Transformer;
 use model::transformer::rms_norm;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::backward::{Divergence, LossSettings};
 use crate::batch::{Batch, BlockShape, Denominators, LabelledRow};
@@ -14,7 +14,11 @@ use crate::objective::{PositionWeights, RowLoss, cross_entropy, distillation, lo
 
 /// The weights behind the last layer, and where their gradients are summed up.
 pub(crate) struct Head {
+    /// Room for the logits of a chunk, f32, with whatever is in it.
+    pub(crate) logits_rv: Tensor,
     pub(crate) epsilon: f64,
+    /// Rows of a chunk, but for blocks that are larger.
+    pub(crate) chunk_rows: usize,
     /// A leaf.
     pub(crate) norm_d: Tensor,
     pub(crate) weight_vd: Tensor,
@@ -36,14 +40,27 @@ pub(crate) struct Teaching<'a> {
 }
 
 impl Teaching<'_> {
-    fn loss(&self, logits_rv: &Tensor, rows: &[LabelledRow], label_r: &Tensor) -> RowLoss {
-        let row_r = torch::index_tensor(&rows.iter().map(self.row).collect::<Vec<_>>(), logits_rv.device());
-        let teacher_logits_rv = self.teacher.logits(&self.hidden_td.index_select(0, &row_r));
-        match self.divergence {
-            Divergence::Forward(how) => distillation(logits_rv, &teacher_logits_rv, label_r, how),
-            Divergence::TotalVariation => total_variation(logits_rv, &teacher_logits_rv),
-        }
+    /// The teacher's f32 logits for labelled rows.
+    fn logits(&self, rows: &[LabelledRow]) -> Tensor {
+        let row_r = torch::index_tensor(&rows.iter().map(self.row).collect::<Vec<_>>(), self.hidden_td.device());
+        self.teacher.logits(&self.hidden_td.index_select(0, &row_r))
     }
+}
+
+/// The loss of rows towards a teacher's logits, or towards their labels.
+fn row_loss(logits_rv: &Tensor, label_r: &Tensor, teacher: Option<(&Tensor, Divergence)>) -> RowLoss {
+    match teacher {
+        None => cross_entropy(logits_rv, label_r),
+        Some((teacher_rv, Divergence::Forward(how))) => distillation(logits_rv, teacher_rv, label_r, how),
+        Some((teacher_rv, Divergence::TotalVariation)) => total_variation(logits_rv, teacher_rv),
+    }
+}
+
+/// Rows whose losses are computed in one go. Losses pass over their rows several times and make copies of them: on a CPU these are to stay
+/// in its caches, on a GPU only to be few.
+fn rows_at_once(vocabulary: i64, device: Device) -> i64 {
+    let bytes = if device == Device::Cpu { 8 << 20 } else { 256 << 20 };
+    (bytes / (4 * vocabulary)).max(2 * torch::available_cores() as i64)
 }
 
 /// What one chunk of rows gave, read back.
@@ -52,6 +69,14 @@ struct Outcome {
     best: Vec<u32>,
     /// Those that the gradient was weighted by.
     weights: Vec<f64>,
+}
+
+/// Room for a chunk's logits `[R, V]`, by far the largest tensor of a forward: to be taken before anything else is, and let go once the
+/// head is done. An allocator that was asked for it later would find its place broken up by what the layers keep.
+pub(crate) fn logits_room(batch: &Batch, shape: BlockShape, settings: LossSettings, vocabulary: i64, device: Device) -> Tensor {
+    let longest = batch.diffusion.len().max(batch.autoregressive.len());
+    let rows = settings.chunk_rows.max(shape.drafts()).min(longest);
+    Tensor::empty([rows as i64, vocabulary], (Kind::Float, device))
 }
 
 impl Head {
@@ -68,19 +93,20 @@ impl Head {
         let gradient_td = hidden_td.zeros_like().to_kind(Kind::Float);
         let mut sums = LossSums::new(shape.drafts());
         let total = sums.diffusion_denominator(denominators, settings.weights);
-        for rows in chunks_of_whole_blocks(&batch.diffusion, settings.chunk_rows) {
-            let weights = |losses: &Losses<'_>| match settings.weights {
+        for rows in chunks_of_whole_blocks(&batch.diffusion, self.chunk_rows) {
+            let weights = |probabilities: &[f64]| match settings.weights {
                 PositionWeights::Exponential => rows.iter().map(|row| row.weight).collect(),
-                PositionWeights::Pace { alpha } => block_weights(rows, &losses.probabilities(), alpha),
+                PositionWeights::Pace { alpha } => block_weights(rows, probabilities, alpha),
             };
-            let outcome = self.chunk(hidden_td, rows, 1.0 / total, &weights, teaching, &gradient_td);
+            let asks = matches!(settings.weights, PositionWeights::Pace { .. });
+            let outcome = self.chunk(hidden_td, rows, 1.0 / total, (asks, &weights), teaching, &gradient_td);
             sums.add_diffusion(rows, &outcome.losses, &outcome.best, &outcome.weights);
         }
         if settings.ar_weight > 0.0 {
             let teaching = teaching.filter(|teaching| teaching.clean_too);
             let scale = settings.ar_weight / denominators.clean as f64;
-            for rows in batch.autoregressive.chunks(settings.chunk_rows.max(1)) {
-                let outcome = self.chunk(hidden_td, rows, scale, &|_| vec![1.0; rows.len()], teaching, &gradient_td);
+            for rows in batch.autoregressive.chunks(self.chunk_rows.max(1)) {
+                let outcome = self.chunk(hidden_td, rows, scale, (false, &|_| vec![1.0; rows.len()]), teaching, &gradient_td);
                 sums.autoregressive += outcome.losses.iter().map(|&loss| f64::from(loss)).sum::<f64>();
             }
         }
@@ -88,12 +114,15 @@ impl Head {
     }
 
     /// One chunk: logits, the loss of each row, and the gradients of head, norm and hidden rows, each row weighted by `scale · weight`.
+    ///
+    /// `weights` gives the weights, and says whether it asks for the drafter's probabilities of the labels. The gradient of the logits takes
+    /// their place, so that `[R, V]` exists once (twice with a teacher).
     fn chunk(
         &self,
         hidden_td: &Tensor,
         rows: &[LabelledRow],
         scale: f64,
-        weights: &dyn Fn(&Losses<'_>) -> Vec<f64>,
+        weights: (bool, &dyn Fn(&[f64]) -> Vec<f64>),
         teaching: Option<&Teaching<'_>>,
         gradient_td: &Tensor,
     ) -> Outcome {
@@ -102,16 +131,34 @@ impl Head {
         let label_r = torch::ids_tensor(&rows.iter().map(|row| row.label).collect::<Vec<_>>(), device);
         let hidden_rd = hidden_td.index_select(0, &row_r).set_requires_grad(true);
         let normed_rd = tch::with_grad(|| rms_norm(&hidden_rd, &self.norm_d, self.epsilon));
-        let logits_rv = normed_rd.detach().matmul(&self.weight_vd.transpose(0, 1)).to_kind(Kind::Float);
-        let RowLoss { loss_r, gradient_rv } = match teaching {
-            Some(teaching) => teaching.loss(&logits_rv, rows, &label_r),
-            None => cross_entropy(&logits_rv, &label_r),
-        };
-        let weights = weights(&Losses { logits_rv: &logits_rv, label_r: &label_r });
+        let logits_rv = self.logits_rv.narrow(0, 0, rows.len() as i64);
+        let head_dv = self.weight_vd.transpose(0, 1);
+        if self.weight_vd.kind() == Kind::Float {
+            let _ = normed_rd.detach().mm_out(&logits_rv, &head_dv);
+        } else {
+            logits_rv.shallow_clone().copy_(&normed_rd.detach().matmul(&head_dv));
+        }
         let best = torch::to_ids(&logits_rv.argmax(-1, false));
-        drop(logits_rv);
+        let teacher_rv = teaching.map(|teaching| (teaching.logits(rows), teaching.divergence));
+        let (mut losses, mut probabilities) = (Vec::with_capacity(rows.len()), Vec::new());
+        let (count, step) = (rows.len() as i64, rows_at_once(self.weight_vd.size()[0], device));
+        for start in (0..count).step_by(step as usize) {
+            let part = |tensor: &Tensor| tensor.narrow(0, start, step.min(count - start));
+            let (mut logits_rv, label_r) = (part(&logits_rv), part(&label_r));
+            if weights.0 {
+                let label_probability_r = log_probability(&logits_rv, &label_r).exp();
+                probabilities.extend(torch::to_f32s(&label_probability_r).into_iter().map(f64::from));
+            }
+            let teacher_rv = teacher_rv.as_ref().map(|(teacher_rv, divergence)| (part(teacher_rv), *divergence));
+            let teacher = teacher_rv.as_ref().map(|(teacher_rv, divergence)| (teacher_rv, *divergence));
+            let RowLoss { loss_r, gradient_rv } = row_loss(&logits_rv, &label_r, teacher);
+            logits_rv.copy_(&gradient_rv);
+            losses.extend(torch::to_f32s(&loss_r));
+        }
+        drop(teacher_rv);
+        let weights = (weights.1)(&probabilities);
         let scaled: Vec<f32> = weights.iter().map(|weight| (weight * scale) as f32).collect();
-        let mut gradient_rv = gradient_rv;
+        let mut gradient_rv = logits_rv;
         let _ = gradient_rv.g_mul_(&Tensor::from_slice(&scaled).to_device(device).unsqueeze(1));
         let gradient_rv = gradient_rv.to_kind(hidden_td.kind());
 
@@ -121,20 +168,7 @@ impl Head {
         let gradients = Tensor::run_backward(&[surrogate], &[&hidden_rd, &self.norm_d], false, false);
         let _ = self.norm_gradient_d.shallow_clone().g_add_(&gradients[1].to_kind(Kind::Float));
         let _ = gradient_td.shallow_clone().index_add_(0, &row_r, &gradients[0].to_kind(Kind::Float));
-        Outcome { losses: torch::to_f32s(&loss_r), best, weights }
-    }
-}
-
-/// What position weights may look at.
-struct Losses<'a> {
-    logits_rv: &'a Tensor,
-    label_r: &'a Tensor,
-}
-
-impl Losses<'_> {
-    /// The drafter's probability of each row's label.
-    fn probabilities(&self) -> Vec<f64> {
-        torch::to_f32s(&log_probability(self.logits_rv, self.label_r).exp()).into_iter().map(f64::from).collect()
+        Outcome { losses, best, weights }
     }
 }
 

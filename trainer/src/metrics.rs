@@ -2,9 +2,12 @@
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
+use std::mem::ManuallyDrop;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
+use tensorboard_rs::summary_writer::SummaryWriter;
 
 /// A place that takes named numbers at a step.
 pub trait MetricSink {
@@ -50,24 +53,44 @@ impl MetricSink for JsonLines {
 
 /// TensorBoard event files, all stages of a run on one folder, tags `STAGE/NAME`.
 pub struct TensorBoard {
-    writer: tensorboard_rs::summary_writer::SummaryWriter,
+    folder: PathBuf,
+    /// Gone once writing failed.
+    writer: Option<SummaryWriter>,
 }
 
 impl TensorBoard {
     /// Opens a new event file in `folder`.
     pub fn create(folder: &Path) -> io::Result<Self> {
         fs::create_dir_all(folder)?;
-        Ok(Self { writer: tensorboard_rs::summary_writer::SummaryWriter::new(folder) })
+        Ok(Self { folder: folder.to_path_buf(), writer: Some(SummaryWriter::new(folder)) })
     }
 }
 
 impl MetricSink for TensorBoard {
     fn record(&mut self, stage: &str, step: u64, values: &[(&str, f64)]) -> io::Result<()> {
-        for (name, value) in values {
-            self.writer.add_scalar(&format!("{stage}/{name}"), *value as f32, step as usize);
-        }
-        self.writer.flush();
-        Ok(())
+        // The writer's thread panics when the disk is full, then so does whoever sends to it, and the writer's drop once more: what
+        // failed is never dropped.
+        let written = self.writer.take().map(ManuallyDrop::new).and_then(|mut writer| {
+            let write = AssertUnwindSafe(|| {
+                for (name, value) in values {
+                    writer.add_scalar(&format!("{stage}/{name}"), *value as f32, step as usize);
+                }
+                writer.flush();
+            });
+            catch_unwind(write).ok().map(|()| ManuallyDrop::into_inner(writer))
+        });
+        self.writer = written;
+        let failed =
+            || io::Error::other(format!("the event file in `{}` cannot be written; is the disk full?", self.folder.display()));
+        if self.writer.is_some() { Ok(()) } else { Err(failed()) }
+    }
+}
+
+impl Drop for TensorBoard {
+    fn drop(&mut self) {
+        let writer = self.writer.take();
+        // What the last flush could not write is lost with it; the numbers are in `metrics.jsonl` as well.
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(writer)));
     }
 }
 
@@ -106,5 +129,27 @@ mod tests {
             .collect();
         let expected = [("train", 1), ("train", 2), ("recover", 3), ("train", 3)];
         assert_eq!(steps, expected.map(|(stage, step)| (stage.to_string(), step)));
+    }
+
+    #[test]
+    fn a_full_disk_is_an_error_of_the_event_file_and_no_abort() {
+        let folder = tempfile::tempdir().unwrap();
+        let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+        // Whatever name the writer takes in the next seconds leads to a device that is always full.
+        for second in now..now + 60 {
+            let name = format!("events.out.tfevents.{second:010}.{}.{}.0", host.trim(), std::process::id());
+            std::os::unix::fs::symlink("/dev/full", folder.path().join(name)).unwrap();
+        }
+        let mut board = TensorBoard::create(folder.path()).unwrap();
+        let outcomes: Vec<io::Result<()>> = (0..20)
+            .map(|step| {
+                std::thread::sleep(std::time::Duration::from_millis(10));
+                board.record("train", step, &[("loss", 1.5)])
+            })
+            .collect();
+        let error = outcomes.into_iter().find_map(Result::err).unwrap();
+        assert!(error.to_string().contains("cannot be written"), "{error}");
+        drop(board);
     }
 }

@@ -37,6 +37,14 @@ struct Unit {
     start: i64,
 }
 
+impl Unit {
+    /// The values of the unit that `rank` holds, padding included.
+    fn slice_of(&self, rank: usize) -> Range<i64> {
+        let first = rank as i64 * self.slice;
+        first..first + self.slice
+    }
+}
+
 struct Parameter {
     name: String,
     shape: Vec<i64>,
@@ -72,16 +80,20 @@ impl<'g> Parameters<'g> {
     pub fn new(model: &Transformer, kind: Kind, group: &'g Group) -> Self {
         let _guard = tch::no_grad_guard();
         let units = units(&model.config, group.world());
+        let share = units.iter().map(|unit| unit.slice).sum::<i64>();
+        let master = Tensor::zeros([share], (Kind::Float, model.device()));
         let mut named = model.named_parameters().into_iter();
-        let slices: Vec<Tensor> = units
-            .iter()
-            .map(|unit| {
-                let whole =
-                    named.by_ref().take(unit.parameters.len()).map(|(_, tensor)| tensor.to_kind(Kind::Float).reshape([-1]));
-                slice_of(&Tensor::cat(&whole.collect::<Vec<_>>(), 0), unit, group.rank())
-            })
-            .collect();
-        let master = Tensor::cat(&slices, 0);
+        for unit in &units {
+            let slice = unit.slice_of(group.rank());
+            for (parameter, (_, tensor)) in unit.parameters.iter().zip(named.by_ref()) {
+                // Straight into place: a whole copy beside the masters would be the largest memory of a whole run.
+                let (first, end) = (parameter.range.start.max(slice.start), parameter.range.end.min(slice.end));
+                if first < end {
+                    let part = tensor.reshape([-1]).narrow(0, first - parameter.range.start, end - first);
+                    master.narrow(0, unit.start + first - slice.start, end - first).copy_(&part);
+                }
+            }
+        }
         let rotary = Rotary::new(&model.config, model.device());
         Self { config: model.config.clone(), kind, master, rotary, group, units }
     }
@@ -142,7 +154,7 @@ impl<'g> Parameters<'g> {
         Transformer::from_source(self.config.clone(), |_, _| Ok(tensors.next().unwrap_or_default()))
     }
 
-    /// A gradient of nothing yet: f32, this rank's slices. It lives for one step only, so that drafting and saving have its memory.
+    /// A gradient of nothing yet: f32, this rank's slices.
     pub fn zero_gradient(&self) -> Tensor {
         self.master.zeros_like()
     }
@@ -207,9 +219,9 @@ impl<'g> Parameters<'g> {
 
     /// Where the part of a unit's `range` that this rank holds lies in its flat tensors.
     fn local(&self, unit: &Unit, range: &Range<i64>) -> Option<Range<i64>> {
-        let first = self.group.rank() as i64 * unit.slice;
-        let (start, end) = (range.start.max(first), range.end.min(first + unit.slice));
-        (start < end).then(|| start - first + unit.start..end - first + unit.start)
+        let slice = unit.slice_of(self.group.rank());
+        let (start, end) = (range.start.max(slice.start), range.end.min(slice.end));
+        (start < end).then(|| start - slice.start + unit.start..end - slice.start + unit.start)
     }
 
     /// What this rank has to read of the flat tensors that `ranks` ranks wrote, in the order of its own: (rank, range) or padding.
@@ -217,11 +229,11 @@ impl<'g> Parameters<'g> {
         let theirs = units(&self.config, ranks);
         let mut pieces = Vec::new();
         for (unit, their) in self.units.iter().zip(&theirs) {
-            let first = self.group.rank() as i64 * unit.slice;
-            let mut at = first;
-            while at < first + unit.slice {
+            let slice = unit.slice_of(self.group.rank());
+            let mut at = slice.start;
+            while at < slice.end {
                 let rank = at / their.slice;
-                let end = (first + unit.slice).min((rank + 1) * their.slice);
+                let end = slice.end.min((rank + 1) * their.slice);
                 if rank < ranks as i64 {
                     let offset = their.start - rank * their.slice;
                     pieces.push(Piece::Stored { rank: rank as usize, range: at + offset..end + offset });
@@ -282,11 +294,4 @@ fn units(config: &ModelConfig, world: usize) -> Vec<Unit> {
         start += slice;
     }
     units
-}
-
-/// Slice `rank` of a unit's values, padded.
-fn slice_of(whole: &Tensor, unit: &Unit, rank: usize) -> Tensor {
-    let first = (rank as i64 * unit.slice).min(unit.length);
-    let count = unit.slice.min(unit.length - first);
-    whole.narrow(0, first, count).constant_pad_nd([0, unit.slice - count])
 }

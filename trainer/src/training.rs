@@ -13,7 +13,7 @@ use evaluator::drafter::Drafter;
 use evaluator::replay::{Replay, replay};
 use model::checkpoint::CheckpointError;
 use model::{ModelConfig, Transformer};
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 use torch::TorchError;
 use torch::group::{Group, GroupError};
 use torch::memory::{matrix_rate, peak_memory_bytes};
@@ -151,6 +151,7 @@ fn run(training: Training<'_>, plan: &Plan, watch: &mut Watch<'_>, stop: &Atomic
         (parameters, optimiser)
     })?;
     drop(start);
+    torch::release_freed_memory();
     let latest = output.folder.join(model::checkpoint::LATEST);
     let loaded = if latest.join(state::FOLDER).exists() {
         state::load(&latest, &parameters, &optimiser).map_err(TrainError::from)
@@ -198,6 +199,9 @@ fn steps(
 ) -> Result<Ending, TrainError> {
     let Context { plan, group, .. } = *context;
     let mut next = ahead(progress.position);
+    // Where drafting and saving work on a copy of the weights, that copy has the gradient's memory meanwhile.
+    let whole_is_a_copy = !group.is_alone() || plan.kind != Kind::Float;
+    let mut gradient: Option<Tensor> = None;
     while progress.step < plan.steps {
         let started = Instant::now();
         let Ok(batches) = next.recv() else { unreachable!("the task that packs a batch sends it or ends the whole scope") };
@@ -206,7 +210,9 @@ fn steps(
         if !last {
             next = ahead(batches.next_position);
         }
-        let outcome = one_step(context, &batches, step, stop)?;
+        let sum = gradient.get_or_insert_with(|| context.parameters.zero_gradient());
+        let _ = sum.zero_();
+        let outcome = one_step(context, sum, &batches, step, stop)?;
         if let Some(reason) = &outcome.skipped {
             progress.skipped += 1;
             let path = context.output.folder.join("skipped.jsonl");
@@ -220,11 +226,13 @@ fn steps(
         progress.position = batches.next_position;
         progress.training_tokens += batches.clean_tokens as u64;
         let seconds = started.elapsed().as_secs_f64();
-        let replayed = if !context.held_out.is_empty() && (step % plan.evaluate_every == 0 || last) {
-            Some(replay_together(context)?)
-        } else {
-            None
-        };
+        let replays = !context.held_out.is_empty() && (step.is_multiple_of(plan.evaluate_every) || last);
+        let scoring = watch.scores_at(step);
+        let saves = step.is_multiple_of(plan.save_every) || last || outcome.stopping || scoring;
+        if whole_is_a_copy && (replays || saves) {
+            gradient = None;
+        }
+        let replayed = if replays { Some(replay_together(context)?) } else { None };
         let best = replayed.as_ref().is_some_and(|replay| progress.best_tau.is_none_or(|best| replay.tau_pooled > best));
         if best {
             progress.best_tau = replayed.as_ref().map(|replay| replay.tau_pooled);
@@ -248,8 +256,7 @@ fn steps(
             recorded.map_err(|source| TrainError::Write { path: context.output.folder.join("metrics.jsonl"), source }),
         )?;
         (watch.report)(&report);
-        let scoring = watch.scores_at(step);
-        if step % plan.save_every == 0 || last || outcome.stopping || best || scoring {
+        if saves || best {
             saving::save(context, &progress, best)?;
         }
         let stopping = if scoring { score(context, step, watch, stop)? } else { outcome.stopping };
@@ -272,23 +279,28 @@ struct Outcome {
 }
 
 /// Forward, backward and update. Everything a decision hangs on is summed over the ranks, so that all decide alike.
-fn one_step(context: &Context<'_>, batches: &StepBatches, step: u64, stop: &AtomicBool) -> Result<Outcome, TrainError> {
+fn one_step(
+    context: &Context<'_>,
+    gradient: &Tensor,
+    batches: &StepBatches,
+    step: u64,
+    stop: &AtomicBool,
+) -> Result<Outcome, TrainError> {
     let Context { plan, group, parameters, optimiser, .. } = context;
     let denominators = &batches.denominators;
     let learning_rate = plan.learning_rate * plan.schedule.share(step, plan.steps);
-    let gradient = parameters.zero_gradient();
     let mut sums = LossSums::new(plan.packing.shape.drafts());
     let mut operations = 0.0;
     for batch in &batches.forwards {
         sums.add(&torch::guarded("training", || {
-            forward_backward(parameters, &gradient, batch, denominators, plan.packing.shape, &context.objective, plan.loss)
+            forward_backward(parameters, gradient, batch, denominators, plan.packing.shape, &context.objective, plan.loss)
         })??);
         operations += watching::operations(&parameters.config, batch, plan.packing.shape);
     }
     let mut values = sums.to_values();
     let count = values.len();
     values.extend([
-        torch::guarded("training", || squared_norm(&gradient))?,
+        torch::guarded("training", || squared_norm(gradient))?,
         f64::from(u8::from(stop.load(Ordering::Relaxed))),
         operations,
     ]);
@@ -302,7 +314,7 @@ fn one_step(context: &Context<'_>, batches: &StepBatches, step: u64, stop: &Atom
         Some(format!("not finite: loss {}, gradient norm {norm}", losses.total))
     } else {
         let scale = if norm > plan.clip { plan.clip / norm } else { 1.0 };
-        optimiser.step(&parameters.master, &gradient, step, learning_rate, scale)?;
+        optimiser.step(&parameters.master, gradient, step, learning_rate, scale)?;
         None
     };
     Ok(Outcome { losses, norm, learning_rate, operations, skipped, stopping })

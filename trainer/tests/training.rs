@@ -179,6 +179,28 @@ fn a_step_split_into_forwards_has_the_whole_steps_loss_and_gradient() {
 }
 
 #[test]
+fn the_gradient_in_bf16_is_that_in_f32_but_for_rounding() {
+    let model = Transformer::random(config("qwen3", true), 3, Kind::Float);
+    let batch = batch(Labels::Next);
+    let of = denominators(&batch);
+    let (losses, expected) =
+        ours(&model, std::slice::from_ref(&batch), &of, Labels::Next, &Objective::Tokens, settings(1.0, 6, true));
+    let group = Group::alone();
+    let parameters = Parameters::new(&model, Kind::BFloat16, &group);
+    assert_eq!(parameters.master.kind(), Kind::Float, "masters stay in f32");
+    let gradient = parameters.zero_gradient();
+    let how = settings(1.0, 6, true);
+    let sums = forward_backward(&parameters, &gradient, &batch, &of, shape(Labels::Next), &Objective::Tokens, how).unwrap();
+    assert!((sums.losses(&of, how).total - losses.total).abs() < 0.03 * losses.total);
+    let squared = |values: &mut dyn Iterator<Item = f32>| values.map(|value| f64::from(value).powi(2)).sum::<f64>();
+    let ours = torch::to_f32s(&gradient);
+    let difference = squared(&mut ours.iter().zip(&expected).map(|(ours, expected)| ours - expected));
+    // bf16 has 8 bits: a few thousandths of each number, in every operation of a few layers.
+    let distance = (difference / squared(&mut expected.iter().copied())).sqrt();
+    assert!(distance < 0.1, "{distance}");
+}
+
+#[test]
 fn pace_weighs_every_block_by_its_own_probabilities() {
     let model = Transformer::random(config("llama", true), 3, Kind::Float);
     let batch = batch(Labels::InPlace);
