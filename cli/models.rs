@@ -174,8 +174,11 @@ pub(crate) fn layers_to_remove(recipe: &Recipe, depth: usize) -> usize {
 pub(crate) fn initial_drafter(recipe: &Recipe, device: Device) -> anyhow::Result<Transformer> {
     let path = local_model(&recipe.drafter.init)?;
     let _no_grad = no_grad_guard();
-    let loaded =
-        model::weights::load(&path, Kind::Float, device).with_context(|| format!("cannot load drafter `{}`", path.display()))?;
+    let loaded = if recipe.drafter.from_scratch {
+        Transformer::from_scratch(model_config(&recipe.drafter.init)?, recipe.seed, device)
+    } else {
+        model::weights::load(&path, Kind::Float, device).with_context(|| format!("cannot load drafter `{}`", path.display()))?
+    };
     let mut drafter = loaded.with_layers(&initial_layers(recipe, loaded.layers.len())?);
     if recipe.drafter.untie_head && drafter.lm_head.is_none() {
         drafter.lm_head = Some(drafter.embed_tokens.copy());

@@ -136,15 +136,18 @@ pub(crate) fn run(
     stop: &AtomicBool,
     group: &Group,
 ) -> anyhow::Result<Status> {
-    if !group.leads() {
-        return join(recipe, progress, stop, group);
-    }
     let begun = Cell::new(0);
-    let outcome = lead(recipe, chosen, restart, progress, stop, group, &begun);
+    let outcome = if group.leads() {
+        lead(recipe, chosen, restart, progress, stop, group, &begun)
+    } else {
+        join(recipe, progress, stop, group, &begun)
+    };
     if !group.is_alone() {
         match &outcome {
+            Ok(_) if !group.leads() => {}
             Ok(Status::Done) => group.announce(&announcement(&begun), DONE)?,
             Ok(Status::Interrupted) => group.announce(&announcement(&begun), INTERRUPTED)?,
+            // Whatever it is, the others hear of it from here.
             Err(error) => group.fail(&format!("{error:#}")),
         }
     }
@@ -152,11 +155,16 @@ pub(crate) fn run(
 }
 
 /// What a rank other than 0 does: whatever rank 0 calls it to.
-fn join(mut recipe: Recipe, progress: &Progress, stop: &AtomicBool, group: &Group) -> anyhow::Result<Status> {
+fn join(
+    mut recipe: Recipe,
+    progress: &Progress,
+    stop: &AtomicBool,
+    group: &Group,
+    begun: &Cell<usize>,
+) -> anyhow::Result<Status> {
     let run = RunFolder::look_on(&recipe.name);
-    let begun = Cell::new(0);
     loop {
-        match group.await_announcement(&announcement(&begun))?.as_slice() {
+        match group.await_announcement(&announcement(begun))?.as_slice() {
             DONE => return Ok(Status::Done),
             INTERRUPTED => return Ok(Status::Interrupted),
             _ => {
@@ -170,7 +178,7 @@ fn join(mut recipe: Recipe, progress: &Progress, stop: &AtomicBool, group: &Grou
                     );
                 }
                 let inputs = BTreeMap::new();
-                train::run(&Context { recipe: &recipe, run: &run, progress, stop, group, begun: &begun, folder, inputs })?;
+                train::run(&Context { recipe: &recipe, run: &run, progress, stop, group, begun, folder, inputs })?;
             }
         }
     }

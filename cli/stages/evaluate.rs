@@ -39,7 +39,7 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
         return Ok(Status::Done);
     }
     let checkpoints = checkpoints(context)?;
-    let scorer = Scorer::new(context)?;
+    let Some(scorer) = Scorer::new(context)? else { return Ok(Status::Interrupted) };
     for folder in &checkpoints {
         if scorer.score(context, folder)? == Status::Interrupted {
             return Ok(Status::Interrupted);
@@ -55,7 +55,7 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
 ///
 /// It leaves the run's lock alone and reads its folders only; scores go where the stage `evaluate` finds them later.
 pub(super) fn follow(context: &Context<'_>) -> anyhow::Result<Status> {
-    let scorer = Scorer::new(context)?;
+    let Some(scorer) = Scorer::new(context)? else { return Ok(Status::Interrupted) };
     context.progress.note(&format!("{:>12} following {}", "evaluate", context.run.path.display()));
     loop {
         // Asked first, so that what was written before the other process ended is still seen.
@@ -100,11 +100,12 @@ pub(super) struct Scorer {
 }
 
 impl Scorer {
-    /// Waits for any other process that scores this run, and refuses scores that were made by another recipe.
-    pub(super) fn new(context: &Context<'_>) -> anyhow::Result<Self> {
+    /// Waits for any other process that scores this run, and refuses scores that were made by another recipe. `None` when the user asked to
+    /// stop meanwhile.
+    pub(super) fn new(context: &Context<'_>) -> anyhow::Result<Option<Self>> {
         let recipe = context.recipe;
         let folder = context.run.stage(Stage::Evaluate)?;
-        let lock = lock(context, &folder.join(".lock"))?;
+        let Some(lock) = lock(context, &folder.join(".lock"))? else { return Ok(None) };
         let inputs = inputs(recipe, Stage::Evaluate, context.run)?;
         let stage = Stage::Evaluate.name();
         if let Standing::Fresh = standing(&folder, stage, &inputs)? {
@@ -124,7 +125,7 @@ impl Scorer {
             positions: recipe.evaluate.positions,
             candidates: recipe.evaluate.candidates,
         };
-        Ok(Self { benchmarks: benchmarks(context, &text)?, target, settings, folder, _lock: lock })
+        Ok(Some(Self { benchmarks: benchmarks(context, &text)?, target, settings, folder, _lock: lock }))
     }
 
     /// Scores one checkpoint unless it has a score already.
@@ -186,13 +187,13 @@ impl Scorer {
     }
 }
 
-/// Takes the lock at `path`, waiting while another process has it.
-fn lock(context: &Context<'_>, path: &Path) -> anyhow::Result<File> {
+/// Takes the lock at `path`, waiting while another process has it; `None` when the user asked to stop meanwhile.
+fn lock(context: &Context<'_>, path: &Path) -> anyhow::Result<Option<File>> {
     let file = File::create(path).with_context(|| format!("cannot write `{}`", path.display()))?;
     let mut told = false;
     loop {
         match file.try_lock() {
-            Ok(()) => return Ok(file),
+            Ok(()) => return Ok(Some(file)),
             Err(TryLockError::WouldBlock) if context.stopping() => {
                 anyhow::bail!("stopped while waiting for `{}`", path.display())
             }

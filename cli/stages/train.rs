@@ -113,7 +113,7 @@ fn metrics_path(context: &Context<'_>) -> PathBuf {
 
 /// One line about a step.
 pub(super) fn describe(report: &StepReport) -> String {
-    let skipped = report.skipped.as_ref().map_or(String::new(), |reason| format!(", left out: {reason}"));
+    let skipped = report.skipped.map_or(String::new(), |reason| format!(", left out: {reason}"));
     let memory = report.memory_bytes.map_or(String::new(), |bytes| format!(", {:.1} GB", bytes as f64 / 1e9));
     format!(
         "loss {:.3} (blocks {:.3}, next token {:.3}), gradient {:.2}, {:.1} s/step, {:.0} tokens/s, {:.0} % of peak{memory}{skipped}",
@@ -142,7 +142,10 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
     let files = text.files();
     let drafter = models::drafter_file(recipe, start.layers.len());
     let scorer = match recipe.evaluate.every {
-        Some(_) if context.leads() => Some(Scorer::new(context)?),
+        Some(_) if context.leads() => match Scorer::new(context)? {
+            Some(scorer) => Some(scorer),
+            None => return Ok(Status::Interrupted),
+        },
         _ => None,
     };
     if context.leads() {

@@ -46,6 +46,8 @@ pub struct Drafter {
     pub layers: Option<Vec<usize>>,
     /// How many layers of `init` to keep, spread evenly; never together with `layers`.
     pub keep_layers: Option<usize>,
+    /// Whether only the shape of `init` is taken, and its weights are forgotten.
+    pub from_scratch: bool,
     /// Tokens a block holds, the anchor included; at least 2.
     pub block_size: usize,
     pub dtype: Dtype,

@@ -91,6 +91,7 @@ fn defaults_complete_a_minimal_recipe() {
             init: folder.path.join("model.gguf").to_str().unwrap().to_string(),
             layers: None,
             keep_layers: None,
+            from_scratch: false,
             block_size: 8,
             dtype: Dtype::Auto,
             labels: Labels::InPlace,
@@ -178,7 +179,7 @@ fn every_key_changes_the_recipe() {
     let values = r#"
         name="other" seed=7
         target.model="Qwen/Qwen3-8B" target.revision="v2" target.dtype="f32" target.thinking=true
-        drafter.init="Qwen/Qwen3-0.6B" drafter.layers=[0,2] drafter.keep_layers=3 drafter.block_size=16 drafter.dtype="bf16"
+        drafter.init="Qwen/Qwen3-0.6B" drafter.layers=[0,2] drafter.keep_layers=3 drafter.from_scratch=true drafter.block_size=16 drafter.dtype="bf16"
         drafter.labels="next" drafter.anchor_sees="prefix" drafter.mask_token=17 drafter.untie_head=true
         data.prompts=["part-*.jsonl"] data.max_tokens=256 data.holdout=0 data.limit=5
         regenerate.temperature=0.7 regenerate.top_p=0.8 regenerate.top_k=20 regenerate.max_new_tokens=96 regenerate.batch_rows=8

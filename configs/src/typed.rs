@@ -102,7 +102,7 @@ keys! { Recipe at "":
 }
 keys! { Target at "target.": model: String, revision: String, dtype: String, thinking: bool; }
 keys! { Drafter at "drafter.":
-    kind: String, init: String, layers: Vec<Written<usize>>, keep_layers: usize, block_size: usize, dtype: String,
+    kind: String, init: String, layers: Vec<Written<usize>>, keep_layers: usize, from_scratch: bool, block_size: usize, dtype: String,
     labels: String, anchor_sees: String, mask_token: u32, untie_head: bool;
 }
 keys! { Data at "data.": prompts: Vec<Written<String>>, max_tokens: usize, holdout: f64, limit: usize; }

@@ -72,6 +72,7 @@ fn drafter(section: &Section<typed::Drafter>, whole_file: &Place) -> Result<Draf
         init: paths::model(fields.init.key, required(&fields.init, place)?)?,
         layers: layers(&fields.layers)?,
         keep_layers: optional_count(&fields.keep_layers)?,
+        from_scratch: any(&fields.from_scratch, false),
         block_size: within(&fields.block_size, block_size, |size| *size >= 2, "must be at least 2, an anchor and a mask")?,
         dtype: choice(&fields.dtype, Dtype::Auto, DTYPES)?,
         labels: choice(&fields.labels, Labels::InPlace, LABELS)?,

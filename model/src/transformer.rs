@@ -57,6 +57,17 @@ impl Transformer {
 
     /// A model of seeded random weights, for tests: normal with a deviation that keeps logits lively, norms near one.
     pub fn random(config: ModelConfig, seed: u64, kind: Kind) -> Self {
+        Self::seeded(config, seed, (kind, Device::Cpu), |shape| shape.get(1).map_or(0.1, |&inputs| 1.5 / (inputs as f64).sqrt()))
+    }
+
+    /// A model that nothing was learned in yet, f32, as `transformers` initialises it: normal with deviation 0.02 (its `initializer_range`),
+    /// norms one.
+    pub fn from_scratch(config: ModelConfig, seed: u64, device: Device) -> Self {
+        Self::seeded(config, seed, (Kind::Float, device), |shape| if shape.len() == 1 { 0.0 } else { 0.02 })
+    }
+
+    /// Normal numbers by counter, around one for norms and around zero for matrices, of the deviation that `scale` gives for a shape.
+    fn seeded(config: ModelConfig, seed: u64, (kind, device): (Kind, Device), scale: impl Fn(&[i64]) -> f64) -> Self {
         use rand_chacha::rand_core::SeedableRng;
         let mut index = 0;
         let built = Self::from_source::<std::convert::Infallible>(config, |_, shape| {
@@ -64,10 +75,9 @@ impl Transformer {
             let mut generator = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
             generator.set_stream(index);
             let count: i64 = shape.iter().product();
-            let scale = shape.get(1).map_or(0.1, |&inputs| 1.5 / (inputs as f64).sqrt());
-            let offset = if shape.len() == 1 { 1.0 } else { 0.0 };
+            let (scale, offset) = (scale(shape), if shape.len() == 1 { 1.0 } else { 0.0 });
             let values: Vec<f32> = (0..count).map(|_| (offset + scale * normal(&mut generator)) as f32).collect();
-            Ok(Tensor::from_slice(&values).view(shape).to_kind(kind))
+            Ok(Tensor::from_slice(&values).view(shape).to_kind(kind).to_device(device))
         });
         match built {
             Ok(model) => model,

@@ -63,6 +63,13 @@ fn rows_at_once(vocabulary: i64, device: Device) -> i64 {
     (bytes / (4 * vocabulary)).max(2 * torch::available_cores() as i64)
 }
 
+/// The weights of a chunk's rows.
+struct RowWeights<'a> {
+    /// Whether `of` is to be given the drafter's probabilities of the labels, which are not computed otherwise.
+    by_probability: bool,
+    of: &'a dyn Fn(&[f64]) -> Vec<f64>,
+}
+
 /// What one chunk of rows gave, read back.
 struct Outcome {
     losses: Vec<f32>,
@@ -94,19 +101,28 @@ impl Head {
         let mut sums = LossSums::new(shape.drafts());
         let total = sums.diffusion_denominator(denominators, settings.weights);
         for rows in chunks_of_whole_blocks(&batch.diffusion, self.chunk_rows) {
-            let weights = |probabilities: &[f64]| match settings.weights {
-                PositionWeights::Exponential => rows.iter().map(|row| row.weight).collect(),
-                PositionWeights::Pace { alpha } => block_weights(rows, probabilities, alpha),
+            let weights = RowWeights {
+                by_probability: matches!(settings.weights, PositionWeights::Pace { .. }),
+                of: &|probabilities| match settings.weights {
+                    PositionWeights::Exponential => rows.iter().map(|row| row.weight).collect(),
+                    PositionWeights::Pace { alpha } => block_weights(rows, probabilities, alpha),
+                },
             };
-            let asks = matches!(settings.weights, PositionWeights::Pace { .. });
-            let outcome = self.chunk(hidden_td, rows, 1.0 / total, (asks, &weights), teaching, &gradient_td);
+            let outcome = self.chunk(hidden_td, rows, 1.0 / total, &weights, teaching, &gradient_td);
             sums.add_diffusion(rows, &outcome.losses, &outcome.best, &outcome.weights);
         }
         if settings.ar_weight > 0.0 {
             let teaching = teaching.filter(|teaching| teaching.clean_too);
             let scale = settings.ar_weight / denominators.clean as f64;
             for rows in batch.autoregressive.chunks(self.chunk_rows.max(1)) {
-                let outcome = self.chunk(hidden_td, rows, scale, (false, &|_| vec![1.0; rows.len()]), teaching, &gradient_td);
+                let outcome = self.chunk(
+                    hidden_td,
+                    rows,
+                    scale,
+                    &RowWeights { by_probability: false, of: &|_| vec![1.0; rows.len()] },
+                    teaching,
+                    &gradient_td,
+                );
                 sums.autoregressive += outcome.losses.iter().map(|&loss| f64::from(loss)).sum::<f64>();
             }
         }
@@ -115,14 +131,13 @@ impl Head {
 
     /// One chunk: logits, the loss of each row, and the gradients of head, norm and hidden rows, each row weighted by `scale · weight`.
     ///
-    /// `weights` gives the weights, and says whether it asks for the drafter's probabilities of the labels. The gradient of the logits takes
-    /// their place, so that `[R, V]` exists once (twice with a teacher).
+    /// The gradient of the logits takes their place, so that `[R, V]` exists once (twice with a teacher).
     fn chunk(
         &self,
         hidden_td: &Tensor,
         rows: &[LabelledRow],
         scale: f64,
-        weights: (bool, &dyn Fn(&[f64]) -> Vec<f64>),
+        weights: &RowWeights<'_>,
         teaching: Option<&Teaching<'_>>,
         gradient_td: &Tensor,
     ) -> Outcome {
@@ -145,7 +160,7 @@ impl Head {
         for start in (0..count).step_by(step as usize) {
             let part = |tensor: &Tensor| tensor.narrow(0, start, step.min(count - start));
             let (mut logits_rv, label_r) = (part(&logits_rv), part(&label_r));
-            if weights.0 {
+            if weights.by_probability {
                 let label_probability_r = log_probability(&logits_rv, &label_r).exp();
                 probabilities.extend(torch::to_f32s(&label_probability_r).into_iter().map(f64::from));
             }
@@ -156,7 +171,7 @@ impl Head {
             losses.extend(torch::to_f32s(&loss_r));
         }
         drop(teacher_rv);
-        let weights = (weights.1)(&probabilities);
+        let weights = (weights.of)(&probabilities);
         let scaled: Vec<f32> = weights.iter().map(|weight| (weight * scale) as f32).collect();
         let mut gradient_rv = logits_rv;
         let _ = gradient_rv.g_mul_(&Tensor::from_slice(&scaled).to_device(device).unsqueeze(1));

@@ -29,6 +29,8 @@ pub struct Progress {
     pub training_tokens: u64,
     /// Steps left out because their loss or gradient was not finite, or nothing in them was supervised.
     pub skipped: u64,
+    /// Those of them that were not finite.
+    pub not_finite: u64,
     /// Ranks whose files hold the state.
     pub ranks: usize,
     /// The largest τ that replaying the hold-out gave at a checkpoint.

@@ -26,13 +26,13 @@ use crate::packing::{Packing, StepBatches, step_batches};
 use crate::parameters::Parameters;
 use crate::saving::{self, Output};
 use crate::state::{self, Progress, StateError};
-use crate::watching::{self, StepReport, Watch};
+use crate::watching::{self, Skipped, StepReport, Watch};
 
 /// Responses whose next blocks are drafted in one forward when the hold-out is replayed.
 const REPLAY_LANES: usize = 16;
 
 /// Steps with a loss or gradient that is not finite, after which training gives up.
-const SKIPPED_LIMIT: u64 = 20;
+const NOT_FINITE_LIMIT: u64 = 20;
 
 /// How long products are timed to know what the machine can do.
 const RATE_SECONDS: f64 = 0.3;
@@ -122,18 +122,9 @@ pub enum TrainError {
 /// rank 0 writes metrics and checkpoints, but for each rank's own `state/` file.
 ///
 /// # Errors
-/// See [`TrainError`]; whatever was saved before stays valid. An error of one rank ends all of them.
+/// See [`TrainError`]; whatever was saved before stays valid. Who called it then tells the other ranks by `Group::fail`, unless the error
+/// is theirs as well.
 pub fn train(training: Training<'_>, plan: &Plan, watch: &mut Watch<'_>, stop: &AtomicBool) -> Result<Ending, TrainError> {
-    let group = training.group;
-    let outcome = run(training, plan, watch, stop);
-    match &outcome {
-        Err(TrainError::Group(_) | TrainError::OtherRank { .. }) | Ok(_) => {}
-        Err(error) => group.fail(&error.to_string()),
-    }
-    outcome
-}
-
-fn run(training: Training<'_>, plan: &Plan, watch: &mut Watch<'_>, stop: &AtomicBool) -> Result<Ending, TrainError> {
     let Training { start, examples, ids, held_out, objective, output, group } = training;
     if examples.is_empty() {
         return Err(TrainError::NoExamples);
@@ -213,14 +204,15 @@ fn steps(
         let sum = gradient.get_or_insert_with(|| context.parameters.zero_gradient());
         let _ = sum.zero_();
         let outcome = one_step(context, sum, &batches, step, stop)?;
-        if let Some(reason) = &outcome.skipped {
+        if let Some(skipped) = &outcome.skipped {
             progress.skipped += 1;
+            progress.not_finite += u64::from(matches!(skipped, Skipped::NotFinite { .. }));
             let path = context.output.folder.join("skipped.jsonl");
             let names = batches.responses.iter().map(|&index| context.ids.get(index).map_or("?", String::as_str));
-            let written = if group.leads() { watching::write_skipped(&path, step, reason, names) } else { Ok(()) };
+            let written = if group.leads() { watching::write_skipped(&path, step, skipped, names) } else { Ok(()) };
             together(group, written.map_err(|source| TrainError::Write { path: path.clone(), source }))?;
-            if progress.skipped >= SKIPPED_LIMIT {
-                return Err(TrainError::NotFinite { count: progress.skipped, step, path });
+            if progress.not_finite >= NOT_FINITE_LIMIT {
+                return Err(TrainError::NotFinite { count: progress.not_finite, step, path });
             }
         }
         progress.position = batches.next_position;
@@ -274,7 +266,7 @@ struct Outcome {
     learning_rate: f64,
     /// Of all ranks.
     operations: f64,
-    skipped: Option<String>,
+    skipped: Option<Skipped>,
     stopping: bool,
 }
 
@@ -309,9 +301,9 @@ fn one_step(
     let (norm, stopping, operations) = (values[count].sqrt(), values[count + 1] > 0.0, values[count + 2]);
     let nothing = denominators.blocks == 0 && (denominators.clean == 0 || plan.loss.ar_weight == 0.0);
     let skipped = if nothing {
-        Some("nothing in it is supervised".to_string())
+        Some(Skipped::NothingSupervised)
     } else if !losses.total.is_finite() || !norm.is_finite() {
-        Some(format!("not finite: loss {}, gradient norm {norm}", losses.total))
+        Some(Skipped::NotFinite { loss: losses.total, norm })
     } else {
         let scale = if norm > plan.clip { plan.clip / norm } else { 1.0 };
         optimiser.step(&parameters.master, gradient, step, learning_rate, scale)?;

@@ -31,7 +31,23 @@ pub struct StepReport {
     /// Present at the steps that replay the hold-out.
     pub replay: Option<Replay>,
     /// Why the step was left out, if it was.
-    pub skipped: Option<String>,
+    pub skipped: Option<Skipped>,
+}
+
+/// Why a step moves nothing.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Skipped {
+    NothingSupervised,
+    NotFinite { loss: f64, norm: f64 },
+}
+
+impl std::fmt::Display for Skipped {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::NothingSupervised => write!(formatter, "nothing in it is supervised"),
+            Self::NotFinite { loss, norm } => write!(formatter, "not finite: loss {loss}, gradient norm {norm}"),
+        }
+    }
 }
 
 /// Scores a checkpoint's folder, or says why that failed.
@@ -97,10 +113,10 @@ impl Watch<'_> {
 pub(crate) fn write_skipped<'a>(
     path: &Path,
     step: u64,
-    reason: &str,
+    why: &Skipped,
     responses: impl Iterator<Item = &'a str>,
 ) -> io::Result<()> {
-    let line = json!({"step": step, "reason": reason, "responses": responses.collect::<Vec<_>>()});
+    let line = json!({"step": step, "reason": why.to_string(), "responses": responses.collect::<Vec<_>>()});
     let mut file = OpenOptions::new().create(true).append(true).open(path)?;
     file.write_all(format!("{line}\n").as_bytes())
 }
