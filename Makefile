@@ -36,7 +36,7 @@ bench: setup           ## forwards, and a training step against plain PyTorch
 	@[ "$(PYTHON)" != .bench/bin/python ] || [ -x .bench/bin/python ] || { rm -rf .bench.partial && python3 -m venv .bench.partial && \
 	.bench.partial/bin/pip install --quiet torch==2.11.0 numpy safetensors && mv .bench.partial .bench; }
 	cargo bench --profile release -p drafthorse-model --bench forward
-	PYTHON="$(abspath $(PYTHON))" cargo bench --profile release -p drafthorse-trainer --bench step
+	PYTHON="$(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))" cargo bench --profile release -p drafthorse-trainer --bench step
 
 soak: setup            ## fault campaigns that take minutes
 	cargo test --release --workspace --test end_to_end -- --ignored --nocapture --test-threads 1

@@ -1,6 +1,6 @@
 //! `drafthorse check`: the recipe as it resolves, and what carrying it out takes.
 
-use configs::Recipe;
+use configs::{Objective, Recipe};
 use model::ModelConfig;
 use torch::tch::Kind;
 use trainer::training::state_bytes;
@@ -21,7 +21,8 @@ pub(crate) fn check(mut recipe: Recipe) -> anyhow::Result<()> {
     println!("# drafter: {}", describe(&drafter, drafter_kind));
     let train = &recipe.train;
     let (clean, responses) = match (train.batch_responses, train.batch_tokens) {
-        (_, Some(tokens)) => (tokens, format!("{tokens} clean tokens")),
+        // The last response may reach beyond.
+        (_, Some(tokens)) => (tokens + recipe.data.max_tokens - 1, format!("{tokens} clean tokens")),
         (responses, None) => {
             let responses = responses.unwrap_or(1);
             (
@@ -31,7 +32,8 @@ pub(crate) fn check(mut recipe: Recipe) -> anyhow::Result<()> {
         }
     };
     println!(
-        "# training: {} steps of {responses}, {} blocks of {} in each response; {clean} clean tokens a step at most, in forwards of up to {} rows",
+        "# training: {} steps of {responses}, {} blocks of {} in each response; up to {clean} clean tokens a step, in forwards of up to {} rows \
+         (a longer response has one of its own)",
         train.steps, train.anchors, recipe.drafter.block_size, train.forward_rows
     );
     let state = |ranks| gigabytes(state_bytes(&drafter, ranks));
@@ -41,8 +43,15 @@ pub(crate) fn check(mut recipe: Recipe) -> anyhow::Result<()> {
         state(2),
         state(8)
     );
-    let logits = train.chunk_rows as u64 * drafter.vocab_size as u64 * 4 * 3;
-    println!("# logits of one chunk of {} rows, with their gradient: {}", train.chunk_rows, gigabytes(logits));
+    let copy = count(&drafter) * drafter_kind.elt_size_in_bytes() as u64;
+    println!(
+        "# beside it on each device, at replays and saves: the whole drafter in {}, {}",
+        kind_name(drafter_kind),
+        gigabytes(copy)
+    );
+    let teachers = if train.objective == Objective::Tokens { 1 } else { 2 };
+    let logits = train.chunk_rows as u64 * drafter.vocab_size as u64 * 4 * teachers;
+    println!("# logits of one chunk of {} rows, whose gradient takes their place: {}", train.chunk_rows, gigabytes(logits));
     println!(
         "# pruning: up to {} of {depth} layers, {} steps of recovery after each",
         layers_to_remove(recipe, depth),

@@ -25,6 +25,10 @@ mod tests;
 /// Tells a rank that its stdin is the launcher's hold on it.
 const LAUNCHED: &str = "DRAFTHORSE_LAUNCHER";
 
+/// The exit code of a launched rank that ends only because another rank failed, left or is gone. Rank 0 waits until the others have
+/// heard why it fails, so that these end first, and the launcher would take one of them for the cause.
+pub(crate) const BECAUSE_OF_ANOTHER: u8 = 5;
+
 /// With this variable of torchrun's, rank 0 would look for a store that torchrun serves; here rank 0 serves it.
 const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 
@@ -84,8 +88,8 @@ Rank 0 writes as it would alone. What the others write comes on stderr, each lin
 for the ranks go after `--`, `--log-format` too; before it, that one is for what the launcher says.
 
 Ctrl-C and SIGTERM let every rank finish its step and save; a second one ends them all at once. OMP_NUM_THREADS is the node's
-cores divided among its ranks, unless it is set. Exit codes: 0 all ranks are done, 1 a rank failed (the first is named), 2 bad
-usage or recipe, 3 interrupted and resumable.";
+cores divided among its ranks, unless it is set. Exit codes: 0 all ranks are done, 1 a rank failed (the one that failed by
+itself is named), 2 bad usage or recipe, 3 interrupted and resumable.";
 
 /// What is wrong with the command line: exit code 2.
 #[derive(Debug, thiserror::Error)]
@@ -354,15 +358,29 @@ struct Failure {
 }
 
 impl Failure {
-    /// Whether it cannot be the consequence of another rank's end. An abort can: libtorch aborts a rank whose peer is silent.
+    /// Whether the rank did not say that it ended because of another one.
     fn is_own(&self) -> bool {
+        self.status.code() != Some(i32::from(BECAUSE_OF_ANOTHER))
+    }
+
+    /// Whether it was killed, which cannot be the consequence of another rank's end. An abort can, though the rank does not say so:
+    /// libtorch aborts a rank whose peer is silent.
+    fn is_kill(&self) -> bool {
         self.status.signal().is_some_and(|signal| signal != signal_hook::consts::SIGABRT)
+    }
+
+    /// The one of several, in the order in which they were seen, that the others follow from.
+    fn cause(failures: &[Self]) -> Option<&Self> {
+        // A process that was killed may be seen to have ended only after those that noticed: its device memory is torn down first.
+        let kill = failures.iter().find(|failure| failure.is_kill());
+        kill.or_else(|| failures.iter().find(|failure| failure.is_own())).or(failures.first())
     }
 }
 
 impl std::fmt::Display for Failure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match (self.status.code(), self.status.signal()) {
+            _ if !self.is_own() => write!(f, "rank {} ended because of another rank", self.rank),
             (Some(code), _) => write!(f, "rank {} exited with code {code}", self.rank),
             (None, Some(signal)) => {
                 let name = signal_hook::low_level::signal_name(signal).unwrap_or("no name");
@@ -425,11 +443,15 @@ fn supervise(job: &Job, sink: &Sink, say: &dyn Fn(Line), stop: &AtomicBool) -> a
         }
     }
     ranks.iter().for_each(Rank::wait_for_last_lines);
-    // A process that was killed may be seen to have ended only after those that noticed: its device memory is torn down first.
-    let Some(cause) = failures.iter().find(|failure| failure.is_own()).or(failures.first()) else {
+    let Some(cause) = Failure::cause(&failures) else {
         return Ok(if interrupted { 3 } else { 0 });
     };
     let others = if ended_after_it > 0 { "; the others ended after it" } else { "" };
-    say(Line::Error(format!("{cause}{others}")));
-    Ok(if failures.iter().all(|failure| failure.status.code() == Some(2)) { 2 } else { 1 })
+    // Where every rank of this node ended because of another, that one cannot be among them.
+    if !cause.is_own() && job.place.nnodes > 1 && failures.len() == ranks.len() {
+        say(Line::Error(format!("rank {} ended because of a rank on another node{others}", cause.rank)));
+    } else {
+        say(Line::Error(format!("{cause}{others}")));
+    }
+    Ok(if cause.status.code() == Some(2) { 2 } else { 1 })
 }

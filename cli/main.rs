@@ -18,7 +18,8 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand};
 use configs::Recipe;
 use signal_hook::flag;
-use torch::group::{Group, Place};
+use torch::group::{Group, GroupError, Place};
+use trainer::training::TrainError;
 
 use crate::progress::{LogFormat, Progress};
 use crate::stages::{Stage, Status};
@@ -120,7 +121,15 @@ fn main() -> ExitCode {
         Ok(Err(error)) => {
             progress.error(&format!("{error:#}"));
             let bad_usage = error.is::<configs::RecipeError>() || error.is::<BadRecipe>() || error.is::<launch::BadLaunch>();
-            ExitCode::from(if bad_usage { 2 } else { 1 })
+            // The launcher is to name the rank that failed, not those that ended because of it.
+            let because_of_another = launched
+                && (error.downcast_ref::<TrainError>().is_some_and(TrainError::is_of_another_rank)
+                    || error.downcast_ref::<GroupError>().is_some_and(GroupError::is_of_another_rank));
+            ExitCode::from(match (bad_usage, because_of_another) {
+                (true, _) => 2,
+                (false, true) => launch::BECAUSE_OF_ANOTHER,
+                (false, false) => 1,
+            })
         }
         Err(panic) => {
             let message = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
@@ -146,7 +155,7 @@ fn dispatch(command: &Command, progress: &Progress, stop: &AtomicBool) -> anyhow
         Command::Train(args) => one(args, Stage::Train)?,
         Command::Prune(args) => one(args, Stage::Prune)?,
         Command::Evaluate { recipe, follow: false } => one(recipe, Stage::Evaluate)?,
-        Command::Evaluate { recipe, follow: true } => stages::follow(load(recipe)?, progress, stop, &Group::alone())?,
+        Command::Evaluate { recipe, follow: true } => stages::follow(load(recipe)?, progress, stop)?,
         Command::Check(args) => {
             check::check(load(args)?)?;
             Status::Done
@@ -179,20 +188,19 @@ fn carry_out(
     progress: &Progress,
     stop: &AtomicBool,
 ) -> anyhow::Result<Status> {
-    let mut recipe = load(args)?;
+    let recipe = load(args)?;
     let place = Place::from_environment(|name| std::env::var(name).ok()).map_err(|error| BadRecipe(error.to_string()))?;
-    let group = match place.filter(|place| place.world > 1) {
+    // Before the ranks meet, so that each refuses the recipe by itself.
+    models::check_shapes(&recipe)?;
+    let (group, local_rank) = match place.filter(|place| place.world > 1) {
         Some(place) => {
             // One device a rank, whichever the recipe names.
-            for device in [&mut recipe.devices.target, &mut recipe.devices.drafter] {
-                if device.starts_with("cuda") {
-                    *device = format!("cuda:{}", place.local_rank);
-                }
-            }
+            let cuda = recipe.devices.drafter.starts_with("cuda");
+            let device = if cuda { format!("cuda:{}", place.local_rank) } else { recipe.devices.drafter.clone() };
             let timeout = Duration::from_secs(recipe.devices.timeout as u64);
-            Group::join(&place, torch::device(&recipe.devices.drafter)?, timeout)?
+            (Group::join(&place, torch::device(&device)?, timeout)?, place.local_rank)
         }
-        None => Group::alone(),
+        None => (Group::alone(), 0),
     };
-    stages::run(recipe, stages, restart, progress, stop, &group)
+    stages::run(recipe, stages, restart, progress, stop, (&group, local_rank))
 }

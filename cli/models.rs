@@ -169,15 +169,16 @@ pub(crate) fn layers_to_remove(recipe: &Recipe, depth: usize) -> usize {
     recipe.prune.remove.unwrap_or_else(|| depth.saturating_sub(recipe.prune.min_layers))
 }
 
-/// The drafter before training, in f32: the initial model's layers, its mask row set to the mean of the other rows, its head untied
+/// The drafter before training, in f32 on the CPU: the initial model's layers, its mask row set to the mean of the other rows, its head untied
 /// if asked.
-pub(crate) fn initial_drafter(recipe: &Recipe, device: Device) -> anyhow::Result<Transformer> {
+pub(crate) fn initial_drafter(recipe: &Recipe) -> anyhow::Result<Transformer> {
     let path = local_model(&recipe.drafter.init)?;
     let _no_grad = no_grad_guard();
     let loaded = if recipe.drafter.from_scratch {
-        Transformer::from_scratch(model_config(&recipe.drafter.init)?, recipe.seed, device)
+        Transformer::from_scratch(model_config(&recipe.drafter.init)?, recipe.seed)
     } else {
-        model::weights::load(&path, Kind::Float, device).with_context(|| format!("cannot load drafter `{}`", path.display()))?
+        model::weights::load(&path, Kind::Float, Device::Cpu)
+            .with_context(|| format!("cannot load drafter `{}`", path.display()))?
     };
     let mut drafter = loaded.with_layers(&initial_layers(recipe, loaded.layers.len())?);
     if recipe.drafter.untie_head && drafter.lm_head.is_none() {

@@ -15,6 +15,7 @@ use clap::ValueEnum;
 use configs::Recipe;
 use data::manifest::{Manifest, Standing, standing};
 use torch::group::Group;
+use torch::tch::Device;
 
 use crate::folder::{RunFolder, inputs, is_complete};
 use crate::models::{Text, check_shapes};
@@ -72,6 +73,8 @@ pub(crate) struct Context<'a> {
     pub(crate) progress: &'a Progress,
     pub(crate) stop: &'a AtomicBool,
     pub(crate) group: &'a Group,
+    /// This rank's number on its machine.
+    pub(crate) local_rank: usize,
     /// How many pieces of work the ranks have begun together.
     pub(crate) begun: &'a Cell<usize>,
     /// This stage's folder.
@@ -96,6 +99,15 @@ impl Context<'_> {
         let text = Text::load(&self.recipe.target.model)?;
         let date = self.run.date(&text.template.date())?;
         Ok(Text { template: text.template.with_date(&date)?, ..text })
+    }
+
+    /// Where this rank trains: the recipe's device when alone, else one of its own.
+    pub(crate) fn training_device(&self) -> anyhow::Result<Device> {
+        let device = torch::device(&self.recipe.devices.drafter)?;
+        match device {
+            Device::Cuda(_) if !self.group.is_alone() => Ok(torch::device(&format!("cuda:{}", self.local_rank))?),
+            _ => Ok(device),
+        }
     }
 
     /// Whether this is the rank that writes.
@@ -134,13 +146,13 @@ pub(crate) fn run(
     restart: Option<Stage>,
     progress: &Progress,
     stop: &AtomicBool,
-    group: &Group,
+    (group, local_rank): (&Group, usize),
 ) -> anyhow::Result<Status> {
     let begun = Cell::new(0);
     let outcome = if group.leads() {
-        lead(recipe, chosen, restart, progress, stop, group, &begun)
+        lead(recipe, chosen, restart, progress, stop, (group, local_rank), &begun)
     } else {
-        join(recipe, progress, stop, group, &begun)
+        join(recipe, progress, stop, (group, local_rank), &begun)
     };
     if !group.is_alone() {
         match &outcome {
@@ -159,7 +171,7 @@ fn join(
     mut recipe: Recipe,
     progress: &Progress,
     stop: &AtomicBool,
-    group: &Group,
+    (group, local_rank): (&Group, usize),
     begun: &Cell<usize>,
 ) -> anyhow::Result<Status> {
     let run = RunFolder::look_on(&recipe.name);
@@ -178,14 +190,14 @@ fn join(
                     );
                 }
                 let inputs = BTreeMap::new();
-                train::run(&Context { recipe: &recipe, run: &run, progress, stop, group, begun, folder, inputs })?;
+                train::run(&Context { recipe: &recipe, run: &run, progress, stop, group, local_rank, begun, folder, inputs })?;
             }
         }
     }
 }
 
 /// Scores the checkpoints of a run while another process makes them.
-pub(crate) fn follow(mut recipe: Recipe, progress: &Progress, stop: &AtomicBool, group: &Group) -> anyhow::Result<Status> {
+pub(crate) fn follow(mut recipe: Recipe, progress: &Progress, stop: &AtomicBool) -> anyhow::Result<Status> {
     check_shapes(&recipe)?;
     let run = RunFolder::look_on(&recipe.name);
     if !run.path.join("recipe.toml").exists() {
@@ -197,8 +209,18 @@ pub(crate) fn follow(mut recipe: Recipe, progress: &Progress, stop: &AtomicBool,
     }
     run.settle(&mut recipe);
     let (begun, folder) = (Cell::new(0), run.path.join(Stage::Evaluate.folder()));
-    let recipe = &recipe;
-    evaluate::follow(&Context { recipe, run: &run, progress, stop, group, begun: &begun, folder, inputs: BTreeMap::new() })
+    let (recipe, group) = (&recipe, &Group::alone());
+    evaluate::follow(&Context {
+        recipe,
+        run: &run,
+        progress,
+        stop,
+        group,
+        local_rank: 0,
+        begun: &begun,
+        folder,
+        inputs: BTreeMap::new(),
+    })
 }
 
 fn lead(
@@ -207,10 +229,9 @@ fn lead(
     restart: Option<Stage>,
     progress: &Progress,
     stop: &AtomicBool,
-    group: &Group,
+    (group, local_rank): (&Group, usize),
     begun: &Cell<usize>,
 ) -> anyhow::Result<Status> {
-    check_shapes(&recipe)?;
     let run = RunFolder::open(&recipe.name)?;
     if let Some(stage) = restart {
         run.restart(stage)?;
@@ -246,13 +267,19 @@ fn lead(
             Standing::Fresh => None,
         };
         run.write_recipe(recipe)?;
-        let context = Context { recipe, run: &run, progress, stop, group, begun, folder, inputs };
+        let context = Context { recipe, run: &run, progress, stop, group, local_rank, begun, folder, inputs };
+        // What the ranks do not share, rank 0 does with all cores of its machine, which the launcher has divided among them.
+        let share = torch::tch::get_num_threads();
+        if !group.is_alone() && stage != Stage::Train {
+            torch::set_num_threads(torch::available_cores());
+        }
         let status = match stage {
             Stage::Regenerate => regenerate::run(&context, manifest.as_ref())?,
             Stage::Train => train::run(&context)?,
             Stage::Prune => prune::run(&context)?,
             Stage::Evaluate => evaluate::run(&context)?,
         };
+        torch::tch::set_num_threads(share);
         if status == Status::Interrupted || context.stopping() && Some(&stage) != chosen.last() {
             return Ok(Status::Interrupted);
         }

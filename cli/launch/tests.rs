@@ -179,9 +179,13 @@ fn the_exit_code_tells_done_interrupted_bad_and_failed_apart() {
         ("2 2", 2, Some("error: rank ")),
         ("0 2", 2, Some("error: rank 1 exited with code 2")),
         ("1 0", 1, Some("error: rank 0 exited with code 1")),
-        ("1 2", 1, Some("error: rank ")),
         ("3 1", 1, Some("error: rank 1 exited with code 1")),
         ("101 101", 1, Some("exited with code 101")),
+        ("5 1", 1, Some("error: rank 1 exited with code 1")),
+        ("2 5", 2, Some("error: rank 0 exited with code 2")),
+        ("5 5", 1, Some(" ended because of another rank; the others ended after it\n")),
+        ("0 5", 1, Some("error: rank 1 ended because of another rank")),
+        ("3 5", 1, Some("error: rank 1 ended because of another rank")),
     ] {
         let (code, written) = run(job(2, &format!("set -- {codes}; shift $RANK; exit $1")));
         assert_eq!(code, expected, "{codes}: {written}");
@@ -226,6 +230,59 @@ fn a_kill_is_the_cause_though_it_was_seen_second() {
         assert_eq!(code, 1, "{written}");
         assert!(written.ends_with(&format!("error: {cause}; the others ended after it\n")), "{written}");
     }
+}
+
+#[test]
+fn a_rank_that_ended_because_of_another_is_never_the_cause() {
+    let another = "rank 1 ended because of another rank";
+    for (end, cause, expected) in [
+        ("exit 1", "rank 0 exited with code 1", 1),
+        ("exit 2", "rank 0 exited with code 2", 2),
+        ("kill -ABRT $$", "rank 0 was killed by signal 6 (SIGABRT)", 1),
+        ("kill -KILL $$", "rank 0 was killed by signal 9 (SIGKILL)", 1),
+    ] {
+        // Rank 0 lives until the other has heard from it why it fails.
+        let script = format!("[ $RANK = 1 ] && exit {BECAUSE_OF_ANOTHER}; {WAIT}; {end}");
+        let (code, written) = run_observed(job(2, &script), |written, file| {
+            if written.contains(&format!("note: {another}; the others have 60 s to end\n")) {
+                fs::write(file, "").unwrap();
+            }
+            false
+        });
+        assert_eq!(code, expected, "{written}");
+        assert!(written.ends_with(&format!("error: {cause}; the others ended after it\n")), "{written}");
+    }
+}
+
+#[test]
+fn the_exit_code_is_that_of_the_cause() {
+    for (first, second, expected) in [("2", "1", 2), ("1", "2", 1), ("2", "5", 2)] {
+        let script = format!("[ $RANK = 0 ] && exit {first}; {WAIT}; exit {second}");
+        let (code, written) = run_observed(job(2, &script), |written, file| {
+            if written.contains("note: rank 0") {
+                fs::write(file, "").unwrap();
+            }
+            false
+        });
+        assert_eq!(code, expected, "{written}");
+        assert!(written.ends_with(&format!("error: rank 0 exited with code {first}; the others ended after it\n")), "{written}");
+    }
+}
+
+#[test]
+fn a_cause_on_another_node_is_looked_for_there() {
+    let on_one_of_two = |script: &str, patience| {
+        let place = Place { nnodes: 2, node: 1, ..job(2, "").place };
+        run(Job { place, grace: Duration::from_millis(300), patience, ..job(2, script) })
+    };
+    let (code, written) = on_one_of_two("exit 5", FOREVER);
+    assert_eq!(code, 1, "{written}");
+    let last = written.lines().last().unwrap();
+    assert!(last.starts_with("error: rank ") && last.contains(" ended because of a rank on another node"), "{written}");
+    // A rank of this node that does not even end when asked may be what the others miss.
+    let (code, written) = on_one_of_two("[ $RANK = 2 ] && exit 5; trap '' TERM; sleep 60 & wait; wait", Duration::ZERO);
+    assert_eq!(code, 1, "{written}");
+    assert!(written.ends_with("error: rank 2 ended because of another rank; the others ended after it\n"), "{written}");
 }
 
 #[test]

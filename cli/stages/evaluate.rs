@@ -23,8 +23,23 @@ use super::{Context, Stage, Status};
 use crate::folder::{inputs, name_of};
 use crate::models::{self, Text};
 
-/// What the target alone did, measured once for all checkpoints of the run.
-const BASELINES: &str = "autoregressive.baseline";
+/// Where what the target does alone is kept, measured once for many checkpoints.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum BaselineOf {
+    /// The stage `evaluate`, which has the machine for itself.
+    Stage,
+    /// Scoring beside training, where the target is slower: its times mean nothing to the stage.
+    Beside,
+}
+
+impl BaselineOf {
+    fn file(self) -> &'static str {
+        match self {
+            Self::Stage => "autoregressive.baseline",
+            Self::Beside => "autoregressive.beside-training.baseline",
+        }
+    }
+}
 
 /// How often a run is looked at for new checkpoints.
 const FOLLOW_INTERVAL: Duration = Duration::from_secs(2);
@@ -39,7 +54,7 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
         return Ok(Status::Done);
     }
     let checkpoints = checkpoints(context)?;
-    let Some(scorer) = Scorer::new(context)? else { return Ok(Status::Interrupted) };
+    let Some(scorer) = Scorer::new(context, BaselineOf::Stage)? else { return Ok(Status::Interrupted) };
     for folder in &checkpoints {
         if scorer.score(context, folder)? == Status::Interrupted {
             return Ok(Status::Interrupted);
@@ -55,7 +70,7 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
 ///
 /// It leaves the run's lock alone and reads its folders only; scores go where the stage `evaluate` finds them later.
 pub(super) fn follow(context: &Context<'_>) -> anyhow::Result<Status> {
-    let Some(scorer) = Scorer::new(context)? else { return Ok(Status::Interrupted) };
+    let Some(scorer) = Scorer::new(context, BaselineOf::Beside)? else { return Ok(Status::Interrupted) };
     context.progress.note(&format!("{:>12} following {}", "evaluate", context.run.path.display()));
     loop {
         // Asked first, so that what was written before the other process ended is still seen.
@@ -90,27 +105,27 @@ pub(super) fn follow(context: &Context<'_>) -> anyhow::Result<Status> {
     }
 }
 
-/// What scoring needs, loaded once: the target and the benchmarks. Holds the folder of scores for itself.
+/// What scoring needs, loaded once: the target and the benchmarks.
 pub(super) struct Scorer {
     target: Transformer,
     benchmarks: Vec<Benchmark>,
     settings: Settings,
     folder: PathBuf,
-    _lock: File,
+    baselines: PathBuf,
 }
 
 impl Scorer {
-    /// Waits for any other process that scores this run, and refuses scores that were made by another recipe. `None` when the user asked to
-    /// stop meanwhile.
-    pub(super) fn new(context: &Context<'_>) -> anyhow::Result<Option<Self>> {
+    /// Refuses scores that were made by another recipe. `None` when the user asked to stop while another process was scoring.
+    pub(super) fn new(context: &Context<'_>, baseline: BaselineOf) -> anyhow::Result<Option<Self>> {
         let recipe = context.recipe;
         let folder = context.run.stage(Stage::Evaluate)?;
-        let Some(lock) = lock(context, &folder.join(".lock"))? else { return Ok(None) };
+        let Some(lock) = lock(context, &folder)? else { return Ok(None) };
         let inputs = inputs(recipe, Stage::Evaluate, context.run)?;
         let stage = Stage::Evaluate.name();
         if let Standing::Fresh = standing(&folder, stage, &inputs)? {
             Manifest { stage: stage.to_string(), complete: false, inputs, results: Map::new() }.write(&folder)?;
         }
+        drop(lock);
         let text = context.text()?;
         let target = models::target(recipe)?;
         let settings = Settings {
@@ -125,7 +140,8 @@ impl Scorer {
             positions: recipe.evaluate.positions,
             candidates: recipe.evaluate.candidates,
         };
-        Ok(Some(Self { benchmarks: benchmarks(context, &text)?, target, settings, folder, _lock: lock }))
+        let baselines = folder.join(baseline.file());
+        Ok(Some(Self { benchmarks: benchmarks(context, &text)?, target, settings, folder, baselines }))
     }
 
     /// Scores one checkpoint unless it has a score already.
@@ -136,8 +152,13 @@ impl Scorer {
         if score_path.exists() {
             return Ok(Status::Done);
         }
-        let baselines_path = self.folder.join(BASELINES);
-        let mut baselines: BTreeMap<String, Baseline> = match fs::read(&baselines_path) {
+        // For one checkpoint at a time: a process that follows a run and the run itself take turns.
+        let Some(_lock) = lock(context, &self.folder)? else { return Ok(Status::Interrupted) };
+        if score_path.exists() {
+            return Ok(Status::Done);
+        }
+        let baselines_path = &self.baselines;
+        let mut baselines: BTreeMap<String, Baseline> = match fs::read(baselines_path) {
             Ok(bytes) => {
                 serde_json::from_slice(&bytes).with_context(|| format!("`{}` is damaged; remove it", baselines_path.display()))?
             }
@@ -165,7 +186,7 @@ impl Scorer {
         };
         let plan = Plan { benchmarks: &self.benchmarks, decoders: &recipe.evaluate.decoders, settings: &self.settings };
         let outcome = evaluate(&self.target, Some(&mut drafter), plan, &mut baselines, &mut show, context.stop);
-        data::files::write_atomically(&baselines_path, &serde_json::to_vec(&baselines)?)?;
+        data::files::write_atomically(baselines_path, &serde_json::to_vec(&baselines)?)?;
         let evaluation = match outcome {
             Err(DecodeError::Stopped) => return Ok(Status::Interrupted),
             outcome => outcome?,
@@ -187,19 +208,20 @@ impl Scorer {
     }
 }
 
-/// Takes the lock at `path`, waiting while another process has it; `None` when the user asked to stop meanwhile.
-fn lock(context: &Context<'_>, path: &Path) -> anyhow::Result<Option<File>> {
-    let file = File::create(path).with_context(|| format!("cannot write `{}`", path.display()))?;
+/// Takes the lock of the folder of scores, waiting while another process has it; `None` when the user asked to stop meanwhile.
+fn lock(context: &Context<'_>, folder: &Path) -> anyhow::Result<Option<File>> {
+    let path = folder.join(".lock");
+    let file = File::create(&path).with_context(|| format!("cannot write `{}`", path.display()))?;
     let mut told = false;
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(Some(file)),
-            Err(TryLockError::WouldBlock) if context.stopping() => {
-                anyhow::bail!("stopped while waiting for `{}`", path.display())
-            }
+            Err(TryLockError::WouldBlock) if context.stopping() => return Ok(None),
             Err(TryLockError::WouldBlock) => {
                 if !told {
-                    context.progress.note(&format!("{:>12} another process scores this run; waiting for it to end", "evaluate"));
+                    context
+                        .progress
+                        .note(&format!("{:>12} another process scores a checkpoint of this run; waiting", "evaluate"));
                     told = true;
                 }
                 std::thread::sleep(Duration::from_millis(200));

@@ -16,12 +16,12 @@ use trainer::metrics::{JsonLines, MetricSink, Sinks, TensorBoard};
 use trainer::objective::{Distillation, PositionWeights};
 use trainer::optimiser::{AdamWSettings, Curve, Schedule};
 use trainer::packing::{BatchSize, Packing};
-use trainer::saving::{Output, resumed_step, saved_steps, step_name};
+use trainer::saving::{Output, discard, resumed_step, saved_steps, step_name};
 use trainer::state;
 use trainer::training::{Ending, Plan, Training, train};
 use trainer::watching::{Score, StepReport, Watch};
 
-use super::evaluate::Scorer;
+use super::evaluate::{BaselineOf as Baseline, Scorer};
 use super::{Context, Stage, Status};
 use crate::models;
 
@@ -134,15 +134,16 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
     }
     let recipe = context.recipe;
     let responses = responses(context)?;
-    let (device, kind) = models::drafter_place(recipe)?;
-    let start = models::initial_drafter(recipe, device)?;
+    let (device, kind) = (context.training_device()?, models::kind(recipe.drafter.dtype));
+    // On the CPU, from where each rank takes its share.
+    let start = models::initial_drafter(recipe)?;
     let plan = plan(recipe, kind);
     let held_out = &responses.held_out[..responses.held_out.len().min(recipe.train.evaluate_responses)];
     let text = context.text()?;
     let files = text.files();
     let drafter = models::drafter_file(recipe, start.layers.len());
     let scorer = match recipe.evaluate.every {
-        Some(_) if context.leads() => match Scorer::new(context)? {
+        Some(_) if context.leads() => match Scorer::new(context, Baseline::Beside)? {
             Some(scorer) => Some(scorer),
             None => return Ok(Status::Interrupted),
         },
@@ -156,6 +157,8 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
             checkpoint::save(&untrained, &start, &drafter, &files, kind)?;
         }
         rewind_metrics(context, "train", resumed)?;
+        let skipped = context.folder.join("skipped.jsonl");
+        JsonLines::rewind(&skipped, "train", resumed).with_context(|| format!("cannot write `{}`", skipped.display()))?;
     }
     context.begin_together(Stage::Train)?;
 
@@ -188,6 +191,7 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
     let target = target_beside(recipe, device)?;
     let training = Training {
         start,
+        device,
         examples: &responses.training,
         ids: &responses.ids,
         held_out,
@@ -252,8 +256,7 @@ fn clear_unfinished(context: &Context<'_>) -> anyhow::Result<u64> {
         );
     }
     for step in saved_steps(&context.folder).into_iter().filter(|&step| step > resumed) {
-        let folder = context.folder.join(step_name(step));
-        fs::remove_dir_all(&folder).with_context(|| format!("cannot remove `{}`", folder.display()))?;
+        discard(&context.folder.join(step_name(step)))?;
     }
     Ok(resumed)
 }

@@ -191,7 +191,7 @@ fn every_key_changes_the_recipe() {
         prune.remove=2 prune.min_layers=4 prune.keep_tau=0.9 prune.recovery_steps=5 prune.learning_rate=1e-3 prune.ar_weight=0
         prune.margin=1 prune.temperature=2 prune.responses=3 prune.anchors=2
         evaluate.benchmarks=["gsm8k.jsonl"] evaluate.decoders=["lockstep"] evaluate.positions=7 evaluate.candidates=1
-        evaluate.limit=8 evaluate.every=100 evaluate.max_new_tokens=64 evaluate.temperature=1 evaluate.top_p=0.5 evaluate.top_k=3
+        evaluate.limit=8 evaluate.max_new_tokens=64 evaluate.temperature=1 evaluate.top_p=0.5 evaluate.top_k=3
         devices.target="cuda:0" devices.drafter="cuda:1" devices.timeout=30
     "#;
     let assignments: Vec<(&str, &str)> = values.split_whitespace().map(|pair| pair.split_once('=').unwrap()).collect();
@@ -199,18 +199,14 @@ fn every_key_changes_the_recipe() {
     let mut given: BTreeSet<String> = assignments.iter().map(|(key, _)| key.to_string()).collect();
     // These have one valid value, or none of their own.
     given.extend(["extends", "drafter.kind", "regenerate.engine"].map(String::from));
+    // This one asks for another, which is tried below.
+    given.insert("evaluate.every".to_string());
     assert_eq!(given, typed::Recipe::key_paths().into_iter().collect(), "this test names every key");
 
     // With the section present from the start, a key of [prune] cannot change the recipe by its presence alone.
     let text = format!("{MINIMAL}\n[prune]\n");
     let before = folder.load(&text, &[]).unwrap();
     for (key, value) in assignments {
-        if key == "train.batch_tokens" {
-            // It stands in the place of another key.
-            let by_tokens = Folder::new().load(&MINIMAL.replace("batch_responses = 4", "batch_tokens = 4096"), &[]).unwrap();
-            assert_eq!((by_tokens.train.batch_responses, by_tokens.train.batch_tokens), (None, Some(4096)));
-            continue;
-        }
         let (section, name) = key.split_once('.').unwrap_or(("", key));
         let layer = folder.write(
             "changed.toml",
@@ -232,6 +228,29 @@ fn every_key_changes_the_recipe() {
         };
         assert_eq!(changed.len(), expected, "{key} = {value} changes {changed:?}");
     }
+}
+
+#[test]
+fn checkpoints_are_scored_while_training_only_on_something() {
+    let folder = Folder::new();
+    let text = format!("{MINIMAL}[evaluate]\nevery = 100\n");
+    assert!(folder.message(&text, &[]).contains("`evaluate.every` scores checkpoints, but `evaluate.benchmarks` names nothing"));
+    let recipe = folder.load(&format!("{text}benchmarks = [\"gsm8k.jsonl\"]\n"), &[]).unwrap();
+    assert_eq!(recipe.evaluate.every, Some(100));
+}
+
+#[test]
+fn a_later_batch_size_replaces_an_earlier_one_by_either_key() {
+    let folder = Folder::new();
+    let sizes = |overrides: &[&str]| {
+        let train = folder.load(MINIMAL, overrides).unwrap().train;
+        (train.batch_responses, train.batch_tokens)
+    };
+    assert_eq!(sizes(&[]), (Some(4), None));
+    assert_eq!(sizes(&["train.batch_tokens=4096"]), (None, Some(4096)));
+    assert_eq!(sizes(&["train.batch_tokens=4096", "train.batch_responses=3"]), (Some(3), None));
+    let both = MINIMAL.replace("batch_responses = 4", "batch_responses = 4\nbatch_tokens = 100");
+    assert!(folder.message(&both, &[]).contains("cannot stand beside `train.batch_responses`; keep one of them"));
 }
 
 #[test]

@@ -43,11 +43,15 @@ trait Read {
 trait Keys {
     fn read_key(&mut self, key: &str, path: &str, value: &Spanned<DeValue>, source: &Arc<Source>) -> Result<bool, RecipeError>;
     fn keys() -> &'static [&'static str];
+
+    /// Lets what `source` has just said replace what earlier ones said by another key.
+    fn settle(&mut self, _source: &Arc<Source>) {}
 }
 
 /// Declares the keys of a table once, for the struct, its empty state, reading, and the names that messages suggest.
 macro_rules! keys {
-    ($name:ident at $prefix:literal: $($field:ident: $type:ty),* $(,)?; $($section:ident: $section_type:ty),* $(,)?) => {
+    ($name:ident at $prefix:literal$(, settled by $settle:path)?: $($field:ident: $type:ty),* $(,)?;
+     $($section:ident: $section_type:ty),* $(,)?) => {
         #[derive(Debug)]
         pub(crate) struct $name {
             $(pub(crate) $field: Field<$type>,)*
@@ -64,6 +68,10 @@ macro_rules! keys {
         }
 
         impl Keys for $name {
+            $(fn settle(&mut self, source: &Arc<Source>) {
+                $settle(self, source);
+            })?
+
             fn read_key(
                 &mut self,
                 key: &str,
@@ -109,10 +117,11 @@ keys! { Data at "data.": prompts: Vec<Written<String>>, max_tokens: usize, holdo
 keys! { Regenerate at "regenerate.":
     engine: String, temperature: f64, top_p: f64, top_k: usize, max_new_tokens: usize, batch_rows: usize;
 }
-keys! { Train at "train.":
+keys! { Train at "train.", settled by one_batch_size:
     anchors: usize, gamma: f64, ar_weight: f64, objective: String, position_weights: String, pace_alpha: f64, learning_rate: f64,
     mask_learning_rate: f64, steps: usize, batch_responses: usize, batch_tokens: usize, forward_rows: usize, schedule: String,
-    warmup: f64, decay: f64, minimum_learning_rate: f64, weight_decay: f64, beta1: f64, beta2: f64, clip: f64, chunk_rows: usize, recompute: bool, save_every: usize, evaluate_every: usize, evaluate_responses: usize, keep_last: usize;
+    warmup: f64, decay: f64, minimum_learning_rate: f64, weight_decay: f64, beta1: f64, beta2: f64, clip: f64, chunk_rows: usize,
+    recompute: bool, save_every: usize, evaluate_every: usize, evaluate_responses: usize, keep_last: usize;
 }
 keys! { Prune at "prune.":
     remove: usize, min_layers: usize, keep_tau: f64, recovery_steps: usize, learning_rate: f64, ar_weight: f64, margin: f64,
@@ -123,6 +132,16 @@ keys! { Evaluate at "evaluate.":
     every: usize, max_new_tokens: usize, temperature: f64, top_p: f64, top_k: usize;
 }
 keys! { Devices at "devices.": target: String, drafter: String, timeout: usize; }
+
+/// The size of a batch has two keys: the later source's replaces the earlier one's.
+fn one_batch_size(train: &mut Train, source: &Arc<Source>) {
+    let said = |field: &Field<usize>| field.written.as_ref().is_some_and(|written| Arc::ptr_eq(&written.place.source, source));
+    match (said(&train.batch_responses), said(&train.batch_tokens)) {
+        (true, false) => train.batch_tokens.written = None,
+        (false, true) => train.batch_responses.written = None,
+        _ => {}
+    }
+}
 
 /// Reads the recipe file at `path` over `recipe`, after the file it extends. `named_at` is the `extends` that led here,
 /// `chain` the files being read (as given, canonical).
@@ -203,6 +222,7 @@ impl<T: Keys> Read for Section<T> {
             return Err(wrong_type(path, "a table of keys", value, place));
         };
         read_table(&mut self.fields, path, table, source)?;
+        self.fields.settle(source);
         // A file's section says more than the override that adds to it.
         if !source.is_override || self.place.is_none() {
             self.place = Some(place);

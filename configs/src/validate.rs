@@ -216,8 +216,16 @@ fn prune(section: &Section<typed::Prune>, train: &Train) -> Result<Prune, Recipe
 }
 
 fn evaluate(fields: &typed::Evaluate) -> Result<Evaluate, RecipeError> {
+    let benchmarks = benchmarks(&fields.benchmarks)?;
+    if let (Some(every), true) = (&fields.every.written, benchmarks.is_empty()) {
+        return Err(bad(
+            fields.every.key,
+            &every.place,
+            "scores checkpoints, but `evaluate.benchmarks` names nothing to score them on",
+        ));
+    }
     Ok(Evaluate {
-        benchmarks: benchmarks(&fields.benchmarks)?,
+        benchmarks,
         decoders: decoders(&fields.decoders)?,
         positions: count(&fields.positions, 11)?,
         candidates: count(&fields.candidates, 2)?,

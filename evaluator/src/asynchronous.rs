@@ -65,10 +65,11 @@ struct Shares {
 
 impl Shares {
     fn take() -> Self {
-        let (before, cores) = (tch::get_num_threads(), torch::available_cores());
-        let target = (cores / 2).max(1);
+        let before = tch::get_num_threads();
+        let threads = usize::try_from(before).unwrap_or(1);
+        let target = (threads / 2).max(1);
         torch::set_num_threads(target);
-        Self { before, drafter: (cores - target).max(1) }
+        Self { before, drafter: threads.saturating_sub(target).max(1) }
     }
 }
 

@@ -57,17 +57,17 @@ impl Transformer {
 
     /// A model of seeded random weights, for tests: normal with a deviation that keeps logits lively, norms near one.
     pub fn random(config: ModelConfig, seed: u64, kind: Kind) -> Self {
-        Self::seeded(config, seed, (kind, Device::Cpu), |shape| shape.get(1).map_or(0.1, |&inputs| 1.5 / (inputs as f64).sqrt()))
+        Self::seeded(config, seed, kind, |shape| shape.get(1).map_or(0.1, |&inputs| 1.5 / (inputs as f64).sqrt()))
     }
 
     /// A model that nothing was learned in yet, f32, as `transformers` initialises it: normal with deviation 0.02 (its `initializer_range`),
     /// norms one.
-    pub fn from_scratch(config: ModelConfig, seed: u64, device: Device) -> Self {
-        Self::seeded(config, seed, (Kind::Float, device), |shape| if shape.len() == 1 { 0.0 } else { 0.02 })
+    pub fn from_scratch(config: ModelConfig, seed: u64) -> Self {
+        Self::seeded(config, seed, Kind::Float, |shape| if shape.len() == 1 { 0.0 } else { 0.02 })
     }
 
     /// Normal numbers by counter, around one for norms and around zero for matrices, of the deviation that `scale` gives for a shape.
-    fn seeded(config: ModelConfig, seed: u64, (kind, device): (Kind, Device), scale: impl Fn(&[i64]) -> f64) -> Self {
+    fn seeded(config: ModelConfig, seed: u64, kind: Kind, scale: impl Fn(&[i64]) -> f64) -> Self {
         use rand_chacha::rand_core::SeedableRng;
         let mut index = 0;
         let built = Self::from_source::<std::convert::Infallible>(config, |_, shape| {
@@ -77,7 +77,7 @@ impl Transformer {
             let count: i64 = shape.iter().product();
             let (scale, offset) = (scale(shape), if shape.len() == 1 { 1.0 } else { 0.0 });
             let values: Vec<f32> = (0..count).map(|_| (offset + scale * normal(&mut generator)) as f32).collect();
-            Ok(Tensor::from_slice(&values).view(shape).to_kind(kind).to_device(device))
+            Ok(Tensor::from_slice(&values).view(shape).to_kind(kind))
         });
         match built {
             Ok(model) => model,

@@ -253,6 +253,7 @@ fn recover(
     let group = Group::alone();
     let training = Training {
         start: start.shallow_clone(),
+        device: start.device(),
         examples: context.examples,
         ids: context.ids,
         held_out: &[],

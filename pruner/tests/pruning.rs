@@ -80,6 +80,7 @@ fn trained(labels: Labels) -> Transformer {
     let (plan, stop, group, files) = (plan(labels, 60), AtomicBool::new(false), Group::alone(), text_files());
     let training = Training {
         start,
+        device: tch::Device::Cpu,
         examples: &examples(12),
         ids: &ids(12),
         held_out: &[],

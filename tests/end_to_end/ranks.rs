@@ -153,7 +153,7 @@ fn a_run_of_two_ranks_goes_on_with_one_and_then_with_four() {
 }
 
 /// Starts ranks by hand, each through a shell that may hinder it first; gives exit code and stderr of each.
-fn by_hand(folder: &Path, port: u16, hinder: &dyn Fn(usize) -> &'static str) -> Vec<(Option<i32>, String)> {
+fn by_hand(folder: &Path, port: u16, hinder: &dyn Fn(usize) -> String) -> Vec<(Option<i32>, String)> {
     let children: Vec<_> = (0..2)
         .map(|rank| {
             let script = format!("{}; exec \"$0\" \"$@\"", hinder(rank));
@@ -177,7 +177,8 @@ fn free_port() -> u16 {
 fn a_full_disk_of_one_rank_ends_all_of_them_with_its_error_and_keeps_what_was_saved() {
     let folder = regenerated();
     // Files of at most 1 MB (2,000 blocks of 512 bytes), less than a share of the state; a plain error instead of a signal.
-    let outcomes = by_hand(folder.path(), free_port(), &|rank| if rank == 1 { "trap '' XFSZ; ulimit -f 2000" } else { ":" });
+    let outcomes =
+        by_hand(folder.path(), free_port(), &|rank| (if rank == 1 { "trap '' XFSZ; ulimit -f 2000" } else { ":" }).to_string());
     for (rank, (code, said)) in outcomes.iter().enumerate() {
         assert_eq!(*code, Some(1), "rank {rank}: {said}");
         assert!(said.contains("File too large") && said.contains("rank-1.safetensors"), "rank {rank}: {said}");
@@ -190,33 +191,41 @@ fn a_full_disk_of_one_rank_ends_all_of_them_with_its_error_and_keeps_what_was_sa
     assert_eq!(metrics(folder.path()).len(), 20);
 }
 
+/// Two ranks by hand, the second in another folder after a shell command there; gives exit code and stderr of each.
+fn in_two_folders(folder: &Path, other: &Path, before: &'static str) -> Vec<(Option<i32>, String)> {
+    fs::create_dir_all(other.join("runs/tiny/train")).unwrap();
+    let other = other.display().to_string();
+    by_hand(folder, free_port(), &|rank| if rank == 1 { format!("cd '{other}'; {before}") } else { ":".to_string() })
+}
+
 #[test]
-fn ranks_with_other_data_are_refused_by_name() {
+fn ranks_that_would_train_something_else_are_refused_by_name() {
+    let folder = regenerated();
+    let changes = [
+        // Other examples, by another hold-out; another plan; another start; another objective.
+        "sed -i 's/^holdout = 0.2/holdout = 0.4/' recipe.toml",
+        "sed -i 's/^anchors = 6/anchors = 5/' recipe.toml",
+        "sed -i 's/^block_size = 4/from_scratch = true\\nblock_size = 4/' recipe.toml",
+        "sed -i 's/^objective = \"target\"/objective = \"tokens\"/' recipe.toml",
+    ];
+    for change in changes {
+        let other = copy_of(folder.path());
+        for (code, said) in in_two_folders(folder.path(), other.path(), change) {
+            assert_eq!(code, Some(1), "{change}: {said}");
+            assert!(said.contains("rank 1 trains on other data or by another recipe"), "{change}: {said}");
+        }
+    }
+}
+
+#[test]
+fn ranks_on_two_file_systems_end_with_what_is_missing() {
     let folder = regenerated();
     let other = copy_of(folder.path());
-    let parts = other.path().join("runs/tiny/responses/part-00000.parquet");
-    assert!(parts.exists());
-    // Rank 1 works in a folder whose hold-out is another.
-    let port = free_port();
-    let script = "cd \"$OTHER\"; sed -i 's/^anchors = 6/anchors = 5/' recipe.toml";
-    let children: Vec<_> = (0..2)
-        .map(|rank: usize| {
-            let hinder = if rank == 1 { script } else { ":" };
-            let mut command = Command::new("sh");
-            let line = format!("{hinder}; exec \"$0\" \"$@\"");
-            command.args(["-c", &line, env!("CARGO_BIN_EXE_drafthorse"), "train", "recipe.toml"]).current_dir(folder.path());
-            let place = [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 2), ("MASTER_PORT", usize::from(port))];
-            command.env("MASTER_ADDR", "127.0.0.1").env("OTHER", other.path());
-            command.envs(place.map(|(name, value)| (name, value.to_string())));
-            fs::create_dir_all(other.path().join("runs/tiny/train")).unwrap();
-            command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap()
-        })
-        .collect();
-    for child in children {
-        let output = child.wait_with_output().unwrap();
-        assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
-        assert!(stderr(&output).contains("rank 1 trains on other data or by another recipe"), "{}", stderr(&output));
+    for (code, said) in in_two_folders(folder.path(), other.path(), ":") {
+        assert_eq!(code, Some(1), "{said}");
+        assert!(said.contains("rank-1.safetensors"), "{said}");
     }
+    assert!(fs::symlink_metadata(folder.path().join("runs/tiny/train/latest")).is_err());
 }
 
 #[test]
@@ -246,7 +255,9 @@ fn a_second_process_follows_a_run_and_scores_what_appears() {
     let nothing = drafthorse(folder.path(), &["evaluate", "recipe.toml", "--set", "name=other", "--follow"]).output().unwrap();
     assert_eq!(nothing.status.code(), Some(2), "{}", stderr(&nothing));
     assert!(stderr(&nothing).contains("no run `runs/other` here to follow"), "{}", stderr(&nothing));
-    let mut run = training(folder.path(), 1, &STEPS).stderr(Stdio::null()).spawn().unwrap();
+    // A whole run, which scores as well in the end: the two take turns.
+    let whole = [&["run", "recipe.toml", "--set", "prune.remove=0"], &STEPS[..]].concat();
+    let mut run = drafthorse(folder.path(), &whole).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
     // One that begins too early would find nobody at work.
     while !folder.path().join("runs/tiny/train/step-000000").exists() {
         std::thread::sleep(std::time::Duration::from_millis(20));
@@ -259,4 +270,26 @@ fn a_second_process_follows_a_run_and_scores_what_appears() {
     for step in [0, 20] {
         assert!(folder.path().join(format!("runs/tiny/scores/step-{step:06}.json")).exists(), "{}", stderr(&follower));
     }
+}
+
+/// Needs a Python with torch (`PYTHON`, else `python3`) for its launcher; without one it says so and passes.
+#[test]
+fn torchrun_starts_ranks_as_the_launcher_does() {
+    let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".to_string());
+    let found = Command::new(&python).args(["-c", "import torch.distributed.run"]).stderr(Stdio::null()).status();
+    if !found.is_ok_and(|status| status.success()) {
+        eprintln!("skipped: `{python}` has no torch; set PYTHON to one that has");
+        return;
+    }
+    let base = regenerated();
+    let [launched, torchrun] = [(); 2].map(|()| copy_of(base.path()));
+    train(launched.path(), 2, &STEPS);
+    let run =
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", env!("CARGO_BIN_EXE_drafthorse")];
+    let mut command = Command::new(python);
+    command.args(run).args(["train", "recipe.toml"]).args(STEPS).current_dir(torchrun.path());
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let weights = |folder: &Path| fs::read(folder.join("runs/tiny/train/latest/model.safetensors")).unwrap();
+    assert!(weights(launched.path()) == weights(torchrun.path()), "the final weights differ");
 }

@@ -223,13 +223,6 @@ int dh_all_reduce(Group* group, const Tensor* values, Work** out) {
   });
 }
 
-int dh_broadcast(Group* group, const Tensor* values, Work** out) {
-  return start(out, *values, *values, [&](Tensor& in, Tensor&) {
-    std::vector<Tensor> tensors{in};
-    return group->backend->broadcast(tensors);
-  });
-}
-
 // Gloo: blocks until the result is there. NCCL: makes the current stream wait for it.
 int dh_work_wait(Work* work) {
   return guarded([&] { work->work->wait(); });

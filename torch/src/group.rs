@@ -13,7 +13,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tch::{Device, Kind, TchError, Tensor};
+use tch::{Device, TchError, Tensor};
 
 pub use crate::group_error::GroupError;
 use crate::links::Links;
@@ -22,7 +22,8 @@ use crate::pulse::STANDS_STILL;
 use crate::shim::{self, Work};
 use crate::to_bytes;
 
-/// The ranks that work together, seen from one of them. May move to another thread, but is used from one at a time.
+/// The ranks that work together, seen from one of them. May move to another thread, but is used from one at a time. At the regular end
+/// of the work, when all ranks have come through their last collective, it is dropped.
 pub struct Group {
     rank: usize,
     world: usize,
@@ -116,33 +117,6 @@ impl Group {
         Ok(all.chunks(longest).zip(lengths).map(|(chunk, length)| chunk[..length as usize].to_vec()).collect())
     }
 
-    /// Rank 0's bytes on every rank; what the others give is not looked at.
-    pub fn broadcast_bytes(&self, bytes: Option<&[u8]>) -> Result<Vec<u8>, GroupError> {
-        let given = if self.leads() { bytes.ok_or(GroupError::NothingToBroadcast)? } else { &[] };
-        let Some(links) = &self.links else { return Ok(given.to_vec()) };
-        let spread = |values: Tensor| -> Result<Tensor, GroupError> {
-            let values = values.f_to_device(self.device)?;
-            let work = links.start("broadcast", |backend| backend.broadcast(&values))?;
-            links.finish_on_host("broadcast", &work)?;
-            Ok(values.f_to_device(Device::Cpu)?)
-        };
-        let length = spread(Tensor::f_from_slice(&[given.len() as i64])?)?.f_int64_value(&[0])?;
-        if length == 0 {
-            return Ok(Vec::new());
-        }
-        let room =
-            if self.leads() { Tensor::f_from_slice(given)? } else { Tensor::f_zeros([length], (Kind::Uint8, Device::Cpu))? };
-        Ok(to_bytes(&spread(room)?)?)
-    }
-
-    /// Returns when every rank has come here.
-    pub fn barrier(&self) -> Result<(), GroupError> {
-        let Some(links) = &self.links else { return Ok(()) };
-        let nothing = Tensor::f_zeros([1], (Kind::Float, self.device))?;
-        let work = links.start("barrier", |backend| backend.all_reduce(&nothing))?;
-        links.finish_on_host("barrier", &work)
-    }
-
     /// Rank 0's word to those that wait in `await_announcement`; it returns at once. A key is used once.
     pub fn announce(&self, key: &str, bytes: &[u8]) -> Result<(), GroupError> {
         if !self.leads() {
@@ -171,9 +145,6 @@ impl Group {
             links.end(Some(message));
         }
     }
-
-    /// Leaves the group at the regular end of the work, when all ranks have come through their last collective; so does dropping it.
-    pub fn leave(self) {}
 }
 
 impl Drop for Group {

@@ -4,6 +4,9 @@ use tch::Device;
 
 use crate::shim::ShimError;
 
+/// What helps after a rank was lost.
+const AGAIN: &str = "run the same command again to go on from the last checkpoint";
+
 #[derive(Debug, thiserror::Error)]
 pub enum GroupError {
     #[error(
@@ -41,21 +44,26 @@ pub enum GroupError {
     /// What a rank said that itself ended because of another.
     #[error("{0}")]
     Told(String),
-    #[error("{} no longer {}: killed, or the machine is gone (noticed in {doing})", named(.ranks), answers(.ranks))]
+    #[error(
+        "{} no longer {}: killed, or the machine is gone (noticed in {doing}); {AGAIN}",
+        named(.ranks),
+        answers(.ranks)
+    )]
     RanksGone { ranks: Vec<usize>, doing: String },
     #[error(
-        "the store at {address} no longer answers: {}, which keeps it, was killed, or the machine is gone (noticed in {doing})",
+        "the store at {address} no longer answers: {}, which keeps it, was killed, or the machine is gone (noticed in {doing}); {AGAIN}",
         if *.agent { "torchrun's agent" } else { "rank 0" }
     )]
     StoreGone { address: String, agent: bool, doing: String },
-    #[error("rank {rank} has already left the group, while this one is in {doing}: the ranks did not do the same work")]
+    #[error("rank {rank} has already left the group, before {doing}: the ranks did not do the same work")]
     RankLeft { rank: usize, doing: String },
-    #[error("time-out of {seconds} s in {doing}: {}", lateness(.late))]
+    #[error(
+        "time-out of {seconds} s in {doing}: {}; raise `devices.timeout` in the recipe if such waits are usual here",
+        lateness(.late)
+    )]
     TimeOut { seconds: f64, doing: String, late: Vec<usize> },
     #[error("{doing} failed between the ranks, all of which live: {message}")]
     Collective { doing: String, message: String },
-    #[error("rank 0 has nothing to broadcast")]
-    NothingToBroadcast,
     #[error("only rank 0 announces, and this is rank {0}")]
     NotRankZero(usize),
     #[error("there is no other rank that could announce `{0}`")]
@@ -75,9 +83,12 @@ impl GroupError {
         if matches!(device, Device::Cuda(_)) { Self::NoNccl } else { Self::NoGloo }
     }
 
-    /// Whether another rank brought it about.
-    pub(crate) fn is_of_another_rank(&self) -> bool {
-        matches!(self, Self::RankFailed { .. } | Self::Told(_) | Self::RanksGone { .. } | Self::StoreGone { .. })
+    /// Whether another rank brought it about: it failed, is gone, or, though it did not fail, left while this one still needed it.
+    pub fn is_of_another_rank(&self) -> bool {
+        matches!(
+            self,
+            Self::RankFailed { .. } | Self::Told(_) | Self::RanksGone { .. } | Self::StoreGone { .. } | Self::RankLeft { .. }
+        )
     }
 }
 

@@ -50,7 +50,10 @@ impl Links {
         let who = (place.rank, place.world);
         let backend = match device {
             Device::Cuda(index) => Backend::nccl(&links.store, &format!("{prefix}nccl"), who, index, timeout),
-            _ => Backend::gloo(&links.store, &format!("{prefix}gloo"), who, meeting::own_address(place).as_deref(), timeout),
+            _ => {
+                let own = meeting::own_address(place, &links.store, &prefix);
+                Backend::gloo(&links.store, &format!("{prefix}gloo"), who, own.as_deref(), timeout)
+            }
         };
         match backend {
             Ok(backend) => links.backend = Some(Arc::new(backend)),

@@ -1,5 +1,6 @@
 //! How the ranks of a group find each other: over a `TCPStore` that rank 0 keeps, or torchrun's agent.
 
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -39,9 +40,10 @@ pub(crate) fn meet_in_time(place: &Place, prefix: &str, timeout: Duration) -> Re
     Err(GroupError::Unreachable { address: address(place), seconds: timeout.as_secs_f64(), message })
 }
 
-/// A further connection to the store.
+/// A further connection to the store, for the pulse, which itself finds the store's silence too long: c10d must not do so before, when
+/// the collectives have a short time-out.
 fn connect(place: &Place, timeout: Duration) -> Result<Store, GroupError> {
-    let store = Store::open(&place.master_addr, place.master_port, false, timeout);
+    let store = Store::open(&place.master_addr, place.master_port, false, timeout.max(4 * pulse::GIVEN_UP));
     store.map_err(|error| GroupError::store(&address(place), "connecting to it again", error))
 }
 
@@ -69,6 +71,10 @@ fn meet(place: &Place, prefix: &str, timeout: Duration) -> Result<Store, GroupEr
     for counter in pulse::counter_keys(prefix) {
         store.add(&counter, 0).map_err(failed)?;
     }
+    if let Some(route) = route(place).filter(|route| !route.from.is_loopback()) {
+        store.set(&seen_key(prefix), route.to.to_string().as_bytes()).map_err(failed)?;
+    }
+    // After everything else, since who has found all of these looks at the rest.
     store.set(&pulse::alive_key(prefix, place.rank), b"0 0 0").map_err(failed)?;
     let mut missing: Vec<usize> = (0..place.world).collect();
     loop {
@@ -90,17 +96,85 @@ fn meet(place: &Place, prefix: &str, timeout: Duration) -> Result<Store, GroupEr
     }
 }
 
-/// The address at which the other ranks reach this one, for Gloo to listen on: the loopback where all are on one machine, else that from
-/// which this machine reaches rank 0's. `None` leaves it to c10d, also where GLOO_SOCKET_IFNAME names an interface.
-pub(crate) fn own_address(place: &Place) -> Option<String> {
+/// The way from this machine to MASTER_ADDR.
+#[derive(Debug)]
+struct Route {
+    from: IpAddr,
+    to: IpAddr,
+}
+
+/// As the system would take it; nothing is sent.
+fn route(place: &Place) -> Option<Route> {
+    ["0.0.0.0:0", "[::]:0"].into_iter().find_map(|any| {
+        let socket = UdpSocket::bind(any).ok()?;
+        socket.connect((place.master_addr.as_str(), place.master_port)).ok()?;
+        let ends = (socket.local_addr().ok()?, socket.peer_addr().ok()?);
+        let [from, to] = [ends.0, ends.1].map(|end: SocketAddr| end.ip());
+        Some(Route { from, to })
+    })
+}
+
+/// The key under which a rank on another machine says at which address it sees that of MASTER_ADDR.
+fn seen_key(prefix: &str) -> String {
+    format!("{prefix}seen")
+}
+
+/// The address at which the other ranks reach this one, for Gloo to listen on. `None` leaves it to c10d, also where GLOO_SOCKET_IFNAME
+/// names an interface.
+///
+/// It is that from which this machine reaches MASTER_ADDR's. A loopback there means that this is the same machine, and will do if it
+/// is so for all ranks. Else the name only stands for a loopback where it is at home, as `/etc/hosts` of Debian has it and as an old
+/// PyTorchJob gives rank 0 `localhost`; then it is the address at which the others see this machine.
+pub(crate) fn own_address(place: &Place, store: &Store, prefix: &str) -> Option<String> {
     if std::env::var_os("GLOO_SOCKET_IFNAME").is_some() {
         return None;
     }
-    if place.local_world == place.world {
+    let from = route(place)?.from;
+    if !from.is_loopback() {
+        return Some(from.to_string());
+    }
+    if !store.has(&seen_key(prefix)).ok()? {
         return Some("127.0.0.1".to_string());
     }
-    let socket = std::net::UdpSocket::bind("0.0.0.0:0").ok()?;
-    socket.connect((place.master_addr.as_str(), place.master_port)).ok()?;
-    let ip = socket.local_addr().ok()?.ip();
-    (!ip.is_loopback()).then(|| ip.to_string())
+    let seen: IpAddr = String::from_utf8(store.get(&seen_key(prefix)).ok()?).ok()?.parse().ok()?;
+    // Behind a translation of addresses it is not this machine's own.
+    UdpSocket::bind((seen, 0)).ok().map(|_| seen.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn at(master_addr: &str, local_world: usize) -> Place {
+        let master_addr = master_addr.to_string();
+        Place { rank: 0, world: 2, local_rank: 0, local_world, master_addr, master_port: 9, store_is_served: false }
+    }
+
+    #[test]
+    fn a_loopback_is_listened_on_only_where_all_ranks_reach_the_master_so() {
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let store = Store::open("127.0.0.1", port, true, Duration::from_secs(10)).unwrap();
+        let own = |master: &str| own_address(&at(master, 1), &store, "test/");
+        // Under `localhost` too, in whichever way it is resolved.
+        for master in ["127.0.0.1", "127.0.1.1", "localhost"] {
+            assert_eq!(own(master).as_deref(), Some("127.0.0.1"), "{master}");
+        }
+        // As good as another machine's view: an address of this machine, and one that is not.
+        store.set(&seen_key("test/"), b"127.0.0.2").unwrap();
+        assert_eq!(own("localhost").as_deref(), Some("127.0.0.2"));
+        store.set(&seen_key("test/"), b"203.0.113.1").unwrap();
+        assert_eq!(own("127.0.0.1"), None);
+    }
+
+    #[test]
+    fn towards_another_machine_the_route_tells_though_all_are_said_to_be_on_one() {
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let store = Store::open("127.0.0.1", port, true, Duration::from_secs(10)).unwrap();
+        // Reserved for documentation. Without any network there is no way to it.
+        let away = at("203.0.113.1", 2);
+        let own = own_address(&away, &store, "test/");
+        assert_eq!(own, route(&away).map(|route| route.from.to_string()));
+        assert_ne!(own.as_deref(), Some("127.0.0.1"));
+    }
 }

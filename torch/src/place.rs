@@ -1,12 +1,14 @@
 //! Which of several processes this one is, read from what launchers set in the environment.
 //!
-//! `drafthorse launch` and torchrun set the same variables (<https://docs.pytorch.org/docs/stable/elastic/run.html>); in an srun step
-//! Slurm's own stand in for them (<https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES>).
+//! `drafthorse launch` and torchrun set the same variables (<https://docs.pytorch.org/docs/stable/elastic/run.html>), of which
+//! Kubernetes' PyTorchJob, with one process a pod, sets those that do not count within a machine (pkg/controller.v1/pytorch/envvar.go in
+//! <https://github.com/kubeflow/training-operator>); in an srun step Slurm's own stand in for them
+//! (<https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES>).
 
 use std::str::FromStr;
 
 /// The variables that come all together or not at all.
-const TOGETHER: [&str; 5] = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
+const TOGETHER: [&str; 4] = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
 /// Where c10d's store listens when nothing says otherwise.
 const DEFAULT_PORT: u16 = 29500;
 
@@ -14,8 +16,8 @@ const DEFAULT_PORT: u16 = 29500;
 #[derive(Debug, thiserror::Error)]
 pub enum PlaceError {
     #[error(
-        "the environment has {present} but not {missing}: a launcher (`drafthorse launch`, torchrun) sets all of them; \
-         for a single process unset those that are there"
+        "the environment has {present} but not {missing}: a launcher (`drafthorse launch`, torchrun, a PyTorchJob) sets all of \
+         them; for a single process unset those that are there"
     )]
     Missing { present: String, missing: String },
     #[error("the environment variable {variable} is `{value}`, which is not {expected}")]
@@ -31,7 +33,7 @@ pub struct Place {
     pub world: usize,
     /// This process's number among those on its machine: the device it takes.
     pub local_rank: usize,
-    /// How many processes share its machine.
+    /// How many processes share its machine, as far as the launcher says: at least `local_rank + 1`.
     pub local_world: usize,
     pub master_addr: String,
     pub master_port: u16,
@@ -41,15 +43,16 @@ pub struct Place {
 }
 
 impl Place {
-    /// Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (and LOCAL_WORLD_SIZE, by default the world) through `get`,
-    /// usually `|name| std::env::var(name).ok()`. They come all or none.
+    /// Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which come all or none, through `get`, usually
+    /// `|name| std::env::var(name).ok()`. LOCAL_RANK, by default 0, and LOCAL_WORLD_SIZE, by default just large enough for it, count
+    /// only with them.
     ///
-    /// Where RANK, LOCAL_RANK and WORLD_SIZE are absent, a step of several tasks that srun started takes SLURM_PROCID, SLURM_LOCALID and
+    /// Where RANK and WORLD_SIZE are absent, a step of several tasks that srun started takes SLURM_PROCID, SLURM_LOCALID and
     /// SLURM_STEP_NUM_TASKS in their place, MASTER_ADDR or else SLURM_LAUNCH_NODE_IPADDR, and MASTER_PORT or else 29500. `None` when
     /// launched alone.
     pub fn from_environment(get: impl Fn(&str) -> Option<String>) -> Result<Option<Place>, PlaceError> {
         let environment = Environment { get };
-        let launched = TOGETHER[..3].iter().any(|name| environment.text(name).is_some());
+        let launched = TOGETHER[..2].iter().any(|name| environment.text(name).is_some());
         let place = match environment.number::<usize>("SLURM_STEP_NUM_TASKS")? {
             Some(tasks) if tasks > 1 && !launched => environment.slurm_place(tasks)?,
             _ if TOGETHER.iter().any(|name| environment.text(name).is_some()) => environment.launched_place()?,
@@ -96,12 +99,12 @@ impl<F: Fn(&str) -> Option<String>> Environment<F> {
     }
 
     fn launched_place(&self) -> Result<Place, PlaceError> {
-        let world = self.needed("WORLD_SIZE", &TOGETHER)?;
+        let local_rank = self.number("LOCAL_RANK")?.unwrap_or(0);
         Ok(Place {
             rank: self.needed("RANK", &TOGETHER)?,
-            world,
-            local_rank: self.needed("LOCAL_RANK", &TOGETHER)?,
-            local_world: self.number("LOCAL_WORLD_SIZE")?.unwrap_or(world),
+            world: self.needed("WORLD_SIZE", &TOGETHER)?,
+            local_rank,
+            local_world: self.number("LOCAL_WORLD_SIZE")?.unwrap_or(local_rank + 1),
             master_addr: self.text("MASTER_ADDR").ok_or_else(|| self.missing(&TOGETHER))?,
             master_port: self.needed("MASTER_PORT", &TOGETHER)?,
             store_is_served: self.text("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value.eq_ignore_ascii_case("true")),
@@ -119,7 +122,7 @@ impl<F: Fn(&str) -> Option<String>> Environment<F> {
             rank: self.needed("SLURM_PROCID", &together)?,
             world,
             local_rank,
-            local_world: on_this_node.unwrap_or(world).max(local_rank + 1),
+            local_world: on_this_node.unwrap_or(1).max(local_rank + 1),
             master_addr: address.ok_or_else(|| self.missing(&["SLURM_PROCID", "MASTER_ADDR", "SLURM_LAUNCH_NODE_IPADDR"]))?,
             master_port: self.number("MASTER_PORT")?.unwrap_or(DEFAULT_PORT),
             store_is_served: false,
@@ -145,6 +148,7 @@ mod tests {
     fn alone_where_nothing_is_set() {
         assert_eq!(place(&[]).unwrap(), None);
         assert_eq!(place(&[("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "1")]).unwrap(), None);
+        assert_eq!(place(&[("LOCAL_RANK", "3")]).unwrap(), None);
     }
 
     #[test]
@@ -153,27 +157,30 @@ mod tests {
             rank: 3,
             world: 4,
             local_rank: 1,
-            local_world: 4,
+            local_world: 2,
             master_addr: "node0".to_string(),
             master_port: 1234,
             store_is_served: false,
         };
         assert_eq!(place(&LAUNCHED).unwrap(), Some(expected.clone()));
-        let torchrun = [&LAUNCHED[..], &[("LOCAL_WORLD_SIZE", "2"), ("TORCHELASTIC_USE_AGENT_STORE", "True")]].concat();
-        assert_eq!(place(&torchrun).unwrap(), Some(Place { local_world: 2, store_is_served: true, ..expected.clone() }));
+        let torchrun = [&LAUNCHED[..], &[("LOCAL_WORLD_SIZE", "3"), ("TORCHELASTIC_USE_AGENT_STORE", "True")]].concat();
+        assert_eq!(place(&torchrun).unwrap(), Some(Place { local_world: 3, store_is_served: true, ..expected.clone() }));
         // A launcher inside a Slurm step wins over Slurm.
-        assert_eq!(place(&[&LAUNCHED[..], &SLURM].concat()).unwrap(), Some(expected));
+        assert_eq!(place(&[&LAUNCHED[..], &SLURM].concat()).unwrap(), Some(expected.clone()));
+        // What Kubernetes' PyTorchJob sets.
+        let without_local = LAUNCHED.into_iter().filter(|(name, _)| *name != "LOCAL_RANK").collect::<Vec<_>>();
+        assert_eq!(place(&without_local).unwrap(), Some(Place { local_rank: 0, local_world: 1, ..expected }));
     }
 
     #[test]
     fn half_of_the_variables_is_refused_by_name() {
-        for (absent, _) in LAUNCHED {
+        for absent in TOGETHER {
             let variables: Vec<_> = LAUNCHED.into_iter().filter(|(name, _)| *name != absent).collect();
             let message = place(&variables).unwrap_err().to_string();
             assert!(message.contains(&format!("but not {absent}:")), "{message}");
         }
         let message = place(&[("MASTER_ADDR", "node0")]).unwrap_err().to_string();
-        assert!(message.contains("has MASTER_ADDR but not RANK, LOCAL_RANK, WORLD_SIZE, MASTER_PORT"), "{message}");
+        assert!(message.contains("has MASTER_ADDR but not RANK, WORLD_SIZE, MASTER_PORT"), "{message}");
     }
 
     #[test]
@@ -195,6 +202,9 @@ mod tests {
             place(&changed).unwrap_err().to_string()
         };
         assert!(with("RANK", "4").contains("RANK is `4`, which is not below WORLD_SIZE (4)"));
+        let few = [&LAUNCHED[..], &[("LOCAL_WORLD_SIZE", "1")]].concat();
+        let message = place(&few).unwrap_err().to_string();
+        assert!(message.contains("LOCAL_RANK is `1`, which is not below LOCAL_WORLD_SIZE (1)"), "{message}");
         assert!(with("MASTER_PORT", "99999").contains("MASTER_PORT is `99999`"));
         assert!(with("WORLD_SIZE", "two").contains("WORLD_SIZE is `two`"));
     }

@@ -22,6 +22,9 @@ pub(crate) const STANDS_STILL: Duration = Duration::from_secs(3);
 const LATE: Duration = Duration::from_secs(2);
 /// Without a failed collective a rank is only given up after this long, since a machine may be suspended for moments.
 pub(crate) const GIVEN_UP: Duration = Duration::from_secs(15);
+/// The most that counts of the time between two looks at something: whatever goes beyond it this process itself did not run, being
+/// stopped or on a machine that was, and that tells nothing of the others.
+const LOOK: Duration = Duration::from_secs(1);
 /// How long a rank that ends waits for the store to take its last word, and rank 0 for the others to hear it.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -68,7 +71,8 @@ enum Word {
 #[derive(Debug, Clone)]
 pub(crate) struct Peer {
     beat: u64,
-    changed: Instant,
+    /// For how long this rank has seen the same beat.
+    silent: Duration,
     /// Collectives it has begun.
     pub(crate) begun: u64,
     /// It has read rank 0's last word.
@@ -84,7 +88,8 @@ struct State {
     announced: HashMap<String, Vec<u8>>,
     /// Somebody waits for an announcement.
     waiting: bool,
-    last_round: Instant,
+    /// A round has asked the store, which has not answered yet: for how long it has been seen so, and when it was last looked at.
+    unanswered: Option<(Duration, Instant)>,
     stop: bool,
     /// The thread has ended, perhaps because of the store.
     ended: bool,
@@ -136,24 +141,33 @@ pub(crate) fn counter_keys(prefix: &str) -> [String; 2] {
 impl Pulse {
     /// Starts to beat. The ranks must all have written their `alive_key`, and made the `counter_keys`.
     pub(crate) fn start(store: Store, prefix: &str, rank: usize, world: usize, serves: bool) -> Self {
-        let peer = Peer { beat: 0, changed: Instant::now(), begun: 0, heard: false, end: None };
+        let peer = Peer { beat: 0, silent: Duration::ZERO, begun: 0, heard: false, end: None };
         let state = State {
             peers: vec![peer; world],
             outbox: VecDeque::new(),
             announced: HashMap::new(),
             waiting: false,
-            last_round: Instant::now(),
+            unanswered: None,
             stop: false,
             ended: false,
             store_error: None,
         };
         let shared =
             Arc::new(Shared { state: Mutex::new(state), news: Condvar::new(), wake: Condvar::new(), begun: AtomicU64::new(0) });
-        let mut heart =
-            Heart { store, shared: Arc::clone(&shared), prefix: prefix.to_string(), rank, beat: 0, ends: 0, announcements: 0 };
+        let mut heart = Heart {
+            store,
+            shared: Arc::clone(&shared),
+            prefix: prefix.to_string(),
+            rank,
+            beat: 0,
+            looked: Instant::now(),
+            ends: 0,
+            announcements: 0,
+        };
         let thread = std::thread::Builder::new().name("pulse".to_string()).spawn(move || heart.run());
-        if thread.is_err() {
-            shared.lock().ended = true;
+        if let Err(error) = &thread {
+            let mut state = shared.lock();
+            (state.ended, state.store_error) = (true, Some(format!("no thread for it: {error}")));
         }
         Self { shared, thread: Mutex::new(thread.ok()), rank, serves }
     }
@@ -169,19 +183,22 @@ impl Pulse {
 
     /// What is known now; a pulse stands still when it has for `threshold`.
     pub(crate) fn view(&self, threshold: Duration) -> View {
-        self.view_of(&self.shared.lock(), threshold)
+        self.view_of(&mut self.shared.lock(), threshold)
     }
 
-    fn view_of(&self, state: &State, threshold: Duration) -> View {
-        // Measured up to this rank's own last look, so that its own suspension does not make the others seem dead.
-        let silence = |peer: &Peer| state.last_round.saturating_duration_since(peer.changed);
+    fn view_of(&self, state: &mut State, threshold: Duration) -> View {
+        let unanswered_for = state.unanswered.as_mut().map_or(Duration::ZERO, |(so_far, looked)| {
+            *so_far += looked.elapsed().min(LOOK);
+            *looked = Instant::now();
+            *so_far
+        });
         let silent_for = |least: Duration| {
             let peers = state.peers.iter().enumerate();
-            peers.filter(|(rank, p)| *rank != self.rank && p.end.is_none() && silence(p) >= least).map(|(rank, _)| rank).collect()
+            peers.filter(|(rank, p)| *rank != self.rank && p.end.is_none() && p.silent >= least).map(|(rank, _)| rank).collect()
         };
         let any: Vec<usize> = silent_for(threshold);
         let still = if any.is_empty() { any } else { silent_for(threshold.min(LATE)) };
-        let store_lost = state.store_error.is_some() || (!self.serves && state.last_round.elapsed() >= threshold);
+        let store_lost = state.store_error.is_some() || (!self.serves && unanswered_for >= threshold);
         View { peers: state.peers.clone(), still, store_lost }
     }
 
@@ -236,7 +253,7 @@ impl Pulse {
             if let Some(bytes) = state.announced.remove(key) {
                 break Ok(bytes);
             }
-            if let Some(error) = give_up(&self.view_of(&state, GIVEN_UP)) {
+            if let Some(error) = give_up(&self.view_of(&mut state, GIVEN_UP)) {
                 break Err(error);
             }
             state = self.news(state, BEAT);
@@ -253,7 +270,7 @@ impl Pulse {
         let mut state = self.shared.lock();
         let deadline = Instant::now() + PATIENCE;
         while self.serves && sent.is_ok() && !state.ended && Instant::now() < deadline {
-            let still = self.view_of(&state, STANDS_STILL).still;
+            let still = self.view_of(&mut state, STANDS_STILL).still;
             let waits_for =
                 |(rank, peer): (usize, &Peer)| rank != self.rank && !peer.heard && peer.end.is_none() && !still.contains(&rank);
             if !state.peers.iter().enumerate().any(waits_for) {
@@ -283,6 +300,8 @@ struct Heart {
     prefix: String,
     rank: usize,
     beat: u64,
+    /// When the store answered last.
+    looked: Instant,
     /// Last words and announcements that have been read.
     ends: usize,
     announcements: usize,
@@ -315,7 +334,8 @@ impl Heart {
     /// One exchange with the store, during which the state is not locked.
     fn round(&mut self) -> Result<(), ShimError> {
         let (outgoing, mut peers) = {
-            let state = self.shared.lock();
+            let mut state = self.shared.lock();
+            state.unanswered = Some((Duration::ZERO, Instant::now()));
             (state.outbox.clone(), state.peers.clone())
         };
         let [ends_key, announcements_key] = counter_keys(&self.prefix);
@@ -340,13 +360,13 @@ impl Heart {
         let mut keys: Vec<String> = (0..peers.len()).map(|rank| alive_key(&self.prefix, rank)).collect();
         keys.extend([ends_key, announcements_key]);
         let lines = self.store.get_lines(&keys)?;
-        let now = Instant::now();
+        let passed = self.looked.elapsed().min(LOOK);
+        self.looked = Instant::now();
         for (peer, line) in peers.iter_mut().zip(&lines) {
             let mut numbers = line.split(' ').map(|number| number.parse::<u64>().unwrap_or_default());
             let beat = numbers.next().unwrap_or_default();
-            if beat != peer.beat {
-                (peer.beat, peer.changed) = (beat, now);
-            }
+            peer.silent = if beat == peer.beat { peer.silent + passed } else { Duration::ZERO };
+            peer.beat = beat;
             peer.begun = numbers.next().unwrap_or_default();
             peer.heard = numbers.next().unwrap_or_default() == 1;
         }
@@ -372,7 +392,7 @@ impl Heart {
         let mut state = self.shared.lock();
         state.outbox.drain(..outgoing.len());
         state.peers = peers;
-        state.last_round = now;
+        state.unanswered = None;
         state.announced.extend(announced);
         drop(state);
         self.shared.news.notify_all();

@@ -57,7 +57,6 @@ unsafe extern "C" {
     fn dh_all_gather(group: GroupPtr, shard: *const C_tensor, out: *mut WorkPtr) -> c_int;
     fn dh_reduce_scatter(group: GroupPtr, whole: *const C_tensor, out: *mut WorkPtr) -> c_int;
     fn dh_all_reduce(group: GroupPtr, values: *const C_tensor, out: *mut WorkPtr) -> c_int;
-    fn dh_broadcast(group: GroupPtr, values: *const C_tensor, out: *mut WorkPtr) -> c_int;
     fn dh_work_wait(work: WorkPtr) -> c_int;
     fn dh_work_is_done(work: WorkPtr, out: *mut c_int) -> c_int;
     fn dh_work_output(work: WorkPtr, out: *mut *mut C_tensor) -> c_int;
@@ -258,11 +257,6 @@ impl Backend {
 
     pub(crate) fn all_reduce(&self, values: &Tensor) -> Result<Work, ShimError> {
         Work::started(|out| unsafe { dh_all_reduce(self.0, values.as_ptr(), out) })
-    }
-
-    /// From rank 0.
-    pub(crate) fn broadcast(&self, values: &Tensor) -> Result<Work, ShimError> {
-        Work::started(|out| unsafe { dh_broadcast(self.0, values.as_ptr(), out) })
     }
 }
 

@@ -1,7 +1,7 @@
 //! Several processes on one machine: each test starts itself again once a rank, with `--exact` and the environment of a launcher.
 #![allow(clippy::unwrap_used)]
 
-use std::net::TcpListener;
+use std::net::{TcpListener, UdpSocket};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -31,14 +31,19 @@ fn free_port() -> u16 {
 }
 
 fn start(test: &str, rank: usize, world: usize, port: u16, timeout: u64) -> Child {
+    start_at("127.0.0.1", test, rank, world, port, timeout)
+}
+
+/// With what a launcher sets at the least.
+fn start_at(master: &str, test: &str, rank: usize, world: usize, port: u16, timeout: u64) -> Child {
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", test, "--nocapture", "--test-threads=1"])
         .env(IN_A_RANK, timeout.to_string())
         .env("RANK", rank.to_string())
-        .env("LOCAL_RANK", rank.to_string())
+        .env_remove("LOCAL_RANK")
         .env("WORLD_SIZE", world.to_string())
-        .env("LOCAL_WORLD_SIZE", world.to_string())
-        .env("MASTER_ADDR", "127.0.0.1")
+        .env_remove("LOCAL_WORLD_SIZE")
+        .env("MASTER_ADDR", master)
         .env("MASTER_PORT", port.to_string())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -78,6 +83,11 @@ fn kill(signal: &str) {
     let pid = std::process::id();
     let _ = Command::new("sh").args(["-c", &format!("kill -{signal} {pid}")]).status();
     std::thread::sleep(Duration::from_secs(30));
+}
+
+/// Returns when every rank has come here.
+fn barrier(group: &Group) -> Result<(), GroupError> {
+    group.all_reduce_sum(&mut [0.0])
 }
 
 /// Prints the error for the parent, tells the others, and goes on to the end of the process.
@@ -126,11 +136,6 @@ fn words(group: &Group) {
     assert_eq!(all, (0..world).map(|r| vec![r as u8; r * 1000]).collect::<Vec<_>>());
     assert_eq!(group.all_gather_bytes(&[]).unwrap(), vec![Vec::<u8>::new(); world]);
 
-    let given = group.leads().then_some(&b"the plan"[..]);
-    assert_eq!(group.broadcast_bytes(given).unwrap(), b"the plan");
-    assert_eq!(group.broadcast_bytes(group.leads().then_some(&[][..])).unwrap(), b"");
-    group.barrier().unwrap();
-
     if group.leads() {
         std::thread::sleep(Duration::from_millis(300));
         group.announce("first", b"one").unwrap();
@@ -146,8 +151,7 @@ fn every_collective_gives_what_it_says() {
     if let Some(group) = in_a_rank() {
         let group = group.unwrap();
         collectives(&group);
-        words(&group);
-        return group.leave();
+        return words(&group);
     }
     for world in 1..=3 {
         assert_well(&run("every_collective_gives_what_it_says", world, 60));
@@ -156,11 +160,36 @@ fn every_collective_gives_what_it_says() {
     words(&Group::alone());
 }
 
+/// Stops this process in a second from now, and lets it go on so many seconds later.
+fn stop_for(seconds: u64) {
+    let pid = std::process::id();
+    let script = format!("(sleep 1; kill -STOP {pid}; sleep {seconds}; kill -CONT {pid}) > /dev/null 2>&1 &");
+    assert!(Command::new("sh").args(["-c", &script]).status().unwrap().success());
+}
+
+/// As between machines of which that of rank 0 takes its own name for a loopback.
+#[test]
+fn ranks_meet_though_only_rank_0_knows_its_machine_by_a_loopback() {
+    const TEST: &str = "ranks_meet_though_only_rank_0_knows_its_machine_by_a_loopback";
+    if let Some(group) = in_a_rank() {
+        return collectives(&group.unwrap());
+    }
+    let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
+    if socket.connect("203.0.113.1:9").is_err() {
+        eprintln!("skipped: this machine has no address but loopbacks");
+        return;
+    }
+    let (address, port) = (socket.local_addr().unwrap().ip().to_string(), free_port());
+    let ranks = ["localhost", "127.0.0.1", &address].into_iter().enumerate();
+    let ranks: Vec<Child> = ranks.map(|(rank, master)| start_at(master, TEST, rank, 3, port, 60)).collect();
+    assert_well(&ranks.into_iter().map(end).collect::<Vec<_>>());
+}
+
 #[test]
 fn a_killed_rank_is_named() {
     if let Some(group) = in_a_rank() {
         let group = group.unwrap();
-        group.barrier().unwrap();
+        barrier(&group).unwrap();
         if group.rank() == 1 {
             kill("KILL");
         }
@@ -179,11 +208,11 @@ fn a_killed_rank_is_named() {
 fn a_killed_keeper_of_the_store_is_named() {
     if let Some(group) = in_a_rank() {
         let group = group.unwrap();
-        group.barrier().unwrap();
+        barrier(&group).unwrap();
         if group.rank() == 0 {
             kill("KILL");
         }
-        return print_error(&group, group.barrier());
+        return print_error(&group, barrier(&group));
     }
     let ranks = run("a_killed_keeper_of_the_store_is_named", 3, 60);
     for survivor in &ranks[1..] {
@@ -195,7 +224,7 @@ fn a_killed_keeper_of_the_store_is_named() {
 fn a_rank_that_fails_is_quoted() {
     if let Some(group) = in_a_rank() {
         let group = group.unwrap();
-        group.barrier().unwrap();
+        barrier(&group).unwrap();
         match group.rank() {
             2 => group.fail("disk full"),
             0 => print_error(&group, group.await_announcement("never")),
@@ -217,14 +246,14 @@ fn a_rank_that_fails_is_quoted() {
 fn a_keeper_of_the_store_that_fails_is_heard() {
     if let Some(group) = in_a_rank() {
         let group = group.unwrap();
-        group.barrier().unwrap();
+        barrier(&group).unwrap();
         if group.leads() {
             group.fail("no such file");
             // As the binary ends after an error: without destructors.
             std::process::exit(0);
         }
         std::thread::sleep(Duration::from_secs(2));
-        return print_error(&group, group.barrier());
+        return print_error(&group, barrier(&group));
     }
     let ranks = run("a_keeper_of_the_store_that_fails_is_heard", 2, 60);
     assert_well(&ranks);
@@ -235,12 +264,12 @@ fn a_keeper_of_the_store_that_fails_is_heard() {
 fn a_dead_rank_ends_the_waiting_for_an_announcement() {
     if let Some(group) = in_a_rank() {
         let group = group.unwrap();
-        group.barrier().unwrap();
+        barrier(&group).unwrap();
         match group.rank() {
             // Works on, for longer than the collectives' time-out.
             0 => {
                 std::thread::sleep(Duration::from_secs(22));
-                print_error(&group, group.barrier());
+                print_error(&group, barrier(&group));
             }
             1 => kill("KILL"),
             _ => print_error(&group, group.await_announcement("plan")),
@@ -258,36 +287,109 @@ fn a_dead_rank_ends_the_waiting_for_an_announcement() {
 fn a_rank_that_is_late_is_named_by_the_time_out() {
     if let Some(group) = in_a_rank() {
         let group = group.unwrap();
-        group.barrier().unwrap();
+        barrier(&group).unwrap();
         if group.rank() == 1 {
             std::thread::sleep(Duration::from_secs(12));
         }
-        return print_error(&group, group.barrier());
+        return print_error(&group, barrier(&group));
     }
     let ranks = run("a_rank_that_is_late_is_named_by_the_time_out", 2, 4);
     assert_well(&ranks);
     assert!(
-        ranks[0].error.starts_with("time-out of 4 s in barrier: rank 1 has not arrived, though it lives"),
+        ranks[0].error.starts_with("time-out of 4 s in all_reduce: rank 1 has not arrived, though it lives"),
         "{}",
         ranks[0].output
     );
-    assert!(ranks[1].error.starts_with("rank 0 failed: time-out of 4 s in barrier"), "{}", ranks[1].output);
+    assert!(ranks[1].error.starts_with("rank 0 failed: time-out of 4 s in all_reduce"), "{}", ranks[1].output);
+}
+
+#[test]
+fn a_rank_that_was_stopped_takes_nobody_for_dead() {
+    if let Some(group) = in_a_rank() {
+        let group = group.unwrap();
+        barrier(&group).unwrap();
+        if group.leads() {
+            // Comes when the other, which nobody misses meanwhile, has long given up.
+            std::thread::sleep(Duration::from_secs(16));
+        } else {
+            // Over the time-out of the collective, so that the first thing afterwards is to ask who is to blame.
+            stop_for(7);
+        }
+        return print_error(&group, barrier(&group));
+    }
+    let ranks = run("a_rank_that_was_stopped_takes_nobody_for_dead", 2, 5);
+    assert_well(&ranks);
+    assert!(
+        ranks[1].error.starts_with("time-out of 5 s in all_reduce: rank 0 has not arrived, though it lives"),
+        "{}",
+        ranks[1].output
+    );
+    assert!(ranks[0].error.starts_with("rank 1 failed: time-out of 5 s in all_reduce"), "{}", ranks[0].output);
+}
+
+#[test]
+fn a_rank_that_is_stopped_for_long_is_the_only_one_to_blame() {
+    if let Some(group) = in_a_rank() {
+        let group = group.unwrap();
+        barrier(&group).unwrap();
+        match group.rank() {
+            // Lives all the time.
+            0 => {
+                std::thread::sleep(Duration::from_secs(24));
+                print_error(&group, barrier(&group));
+            }
+            1 => {
+                stop_for(19);
+                print_error(&group, group.await_announcement("go"));
+            }
+            _ => print_error(&group, group.await_announcement("go")),
+        }
+        return;
+    }
+    let ranks = run("a_rank_that_is_stopped_for_long_is_the_only_one_to_blame", 3, 60);
+    assert_well(&ranks);
+    for ended in &ranks {
+        assert!(ended.error.starts_with("rank 1 no longer answers"), "{}", ended.output);
+    }
+}
+
+#[test]
+fn a_stopped_keeper_of_the_store_blames_nobody_when_it_goes_on() {
+    if let Some(group) = in_a_rank() {
+        let group = group.unwrap();
+        barrier(&group).unwrap();
+        if group.leads() {
+            stop_for(6);
+            std::thread::sleep(Duration::from_secs(2));
+            // Rank 1 is late.
+            return print_error(&group, barrier(&group));
+        }
+        std::thread::sleep(Duration::from_secs(16));
+        return print_error(&group, barrier(&group));
+    }
+    let ranks = run("a_stopped_keeper_of_the_store_blames_nobody_when_it_goes_on", 2, 2);
+    assert_well(&ranks);
+    assert!(
+        ranks[0].error.starts_with("time-out of 2 s in all_reduce: rank 1 has not arrived, though it lives"),
+        "{}",
+        ranks[0].output
+    );
 }
 
 #[test]
 fn rank_0_may_end_before_the_others() {
     if let Some(group) = in_a_rank() {
         let group = group.unwrap();
-        group.barrier().unwrap();
+        barrier(&group).unwrap();
         let start = Instant::now();
         if group.rank() == 1 {
             std::thread::sleep(Duration::from_secs(3));
         }
         if group.rank() == 2 {
             // Leaves at once, and is missed by nobody.
-            return group.leave();
+            return;
         }
-        group.leave();
+        drop(group);
         assert!(start.elapsed() < Duration::from_secs(5));
         return;
     }
@@ -375,7 +477,7 @@ fn missing_ranks_are_counted_and_named() {
 fn a_rank_taken_twice_is_refused() {
     if let Some(group) = in_a_rank() {
         match group {
-            Ok(group) => group.leave(),
+            Ok(group) => drop(group),
             Err(error) => println!("ERROR: {error}"),
         }
         return;
@@ -391,7 +493,7 @@ fn a_rank_taken_twice_is_refused() {
 fn half_an_environment_is_refused() {
     let variables = |name: &str| (name == "RANK").then(|| "1".to_string());
     let message = Place::from_environment(variables).unwrap_err().to_string();
-    assert!(message.contains("has RANK but not LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"), "{message}");
+    assert!(message.contains("has RANK but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"), "{message}");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Losses over logits and their gradients, by formula rather than by autograd: `[R, V]` logits live for one chunk of rows only.
 //!
 //! A loss is one function from a chunk's f32 logits `[R, V]` to the loss of each row `[R]` and its gradient with respect to the logits
-//! `[R, V]`. Weights are applied by the caller ([`crate::backward`]).
+//! `[R, V]`. Weights are applied by the caller (the crate's `head`).
 
 use tch::{Kind, Tensor};
 

@@ -43,6 +43,13 @@ impl Unit {
         let first = rank as i64 * self.slice;
         first..first + self.slice
     }
+
+    /// Where the part of the unit's `range` that `rank` holds lies in its flat tensors.
+    fn held(&self, rank: usize, range: &Range<i64>) -> Option<Range<i64>> {
+        let slice = self.slice_of(rank);
+        let (start, end) = (range.start.max(slice.start), range.end.min(slice.end));
+        (start < end).then(|| start - slice.start + self.start..end - slice.start + self.start)
+    }
 }
 
 struct Parameter {
@@ -76,12 +83,12 @@ impl Gathering {
 }
 
 impl<'g> Parameters<'g> {
-    /// Takes this rank's share of a model's weights, to be computed with in `kind`.
-    pub fn new(model: &Transformer, kind: Kind, group: &'g Group) -> Self {
+    /// Takes this rank's share of a model's weights onto `device`, to be computed with in `kind`.
+    pub fn new(model: &Transformer, kind: Kind, device: Device, group: &'g Group) -> Self {
         let _guard = tch::no_grad_guard();
         let units = units(&model.config, group.world());
         let share = units.iter().map(|unit| unit.slice).sum::<i64>();
-        let master = Tensor::zeros([share], (Kind::Float, model.device()));
+        let master = Tensor::zeros([share], (Kind::Float, device));
         let mut named = model.named_parameters().into_iter();
         for unit in &units {
             let slice = unit.slice_of(group.rank());
@@ -94,7 +101,7 @@ impl<'g> Parameters<'g> {
                 }
             }
         }
-        let rotary = Rotary::new(&model.config, model.device());
+        let rotary = Rotary::new(&model.config, device);
         Self { config: model.config.clone(), kind, master, rotary, group, units }
     }
 
@@ -142,16 +149,19 @@ impl<'g> Parameters<'g> {
         }
     }
 
-    /// The whole model in the compute kind, for drafting and saving. Every rank takes part, and every rank gets it.
-    pub fn whole_model(&self) -> Result<Transformer, GroupError> {
+    /// The whole model in the compute kind, for drafting and saving. Every rank takes part; those that do not `keep` it get nothing, and need
+    /// room for one unit only.
+    pub fn whole_model(&self, keep: bool) -> Result<Option<Transformer>, GroupError> {
         let _guard = tch::no_grad_guard();
         let mut tensors = Vec::new();
         for unit in 0..self.units.len() {
             let flat = self.start_gather(unit)?.wait()?;
-            tensors.extend(self.views(unit, &flat));
+            if keep {
+                tensors.extend(self.views(unit, &flat));
+            }
         }
         let mut tensors = tensors.into_iter();
-        Transformer::from_source(self.config.clone(), |_, _| Ok(tensors.next().unwrap_or_default()))
+        keep.then(|| Transformer::from_source(self.config.clone(), |_, _| Ok(tensors.next().unwrap_or_default()))).transpose()
     }
 
     /// A gradient of nothing yet: f32, this rank's slices.
@@ -192,58 +202,12 @@ impl<'g> Parameters<'g> {
 
     /// How the optimiser is to treat this rank's values; padding is in no stretch. `boosted` is the token with a learning rate of its own.
     pub fn stretches(&self, boosted: u32) -> Vec<Stretch> {
-        let hidden = self.config.hidden_size;
-        let row = i64::from(boosted) * hidden..(i64::from(boosted) + 1) * hidden;
-        let mut stretches: Vec<Stretch> = Vec::new();
-        for (index, unit) in self.units.iter().enumerate() {
-            for Parameter { name, range, .. } in &unit.parameters {
-                let pieces = if index == EMBEDDING {
-                    vec![(0..row.start, false), (row.clone(), true), (row.end..range.end, false)]
-                } else {
-                    vec![(range.clone(), false)]
-                };
-                for (piece, boosted) in pieces {
-                    let Some(range) = self.local(unit, &piece) else { continue };
-                    let decayed = !name.contains("norm");
-                    match stretches.last_mut() {
-                        Some(last) if last.range.end == range.start && (last.decayed, last.boosted) == (decayed, boosted) => {
-                            last.range.end = range.end;
-                        }
-                        _ => stretches.push(Stretch { range, decayed, boosted }),
-                    }
-                }
-            }
-        }
-        stretches
+        stretches(&self.units, self.group.rank(), self.config.hidden_size, boosted)
     }
 
-    /// Where the part of a unit's `range` that this rank holds lies in its flat tensors.
-    fn local(&self, unit: &Unit, range: &Range<i64>) -> Option<Range<i64>> {
-        let slice = unit.slice_of(self.group.rank());
-        let (start, end) = (range.start.max(slice.start), range.end.min(slice.end));
-        (start < end).then(|| start - slice.start + unit.start..end - slice.start + unit.start)
-    }
-
-    /// What this rank has to read of the flat tensors that `ranks` ranks wrote, in the order of its own: (rank, range) or padding.
+    /// What this rank has to read of the flat tensors that `ranks` ranks wrote, in the order of its own.
     pub fn pieces_from(&self, ranks: usize) -> Vec<Piece> {
-        let theirs = units(&self.config, ranks);
-        let mut pieces = Vec::new();
-        for (unit, their) in self.units.iter().zip(&theirs) {
-            let slice = unit.slice_of(self.group.rank());
-            let mut at = slice.start;
-            while at < slice.end {
-                let rank = at / their.slice;
-                let end = slice.end.min((rank + 1) * their.slice);
-                if rank < ranks as i64 {
-                    let offset = their.start - rank * their.slice;
-                    pieces.push(Piece::Stored { rank: rank as usize, range: at + offset..end + offset });
-                } else {
-                    pieces.push(Piece::Padding(end - at));
-                }
-                at = end;
-            }
-        }
-        pieces
+        pieces(&self.units, self.group.rank(), &units(&self.config, ranks), ranks)
     }
 
     /// Values that each of `ranks` ranks holds.
@@ -270,6 +234,53 @@ pub enum Piece {
     Padding(i64),
 }
 
+/// The stretches of what `rank` holds, neighbours of a kind joined.
+fn stretches(units: &[Unit], rank: usize, hidden: i64, boosted: u32) -> Vec<Stretch> {
+    let row = i64::from(boosted) * hidden..(i64::from(boosted) + 1) * hidden;
+    let mut stretches: Vec<Stretch> = Vec::new();
+    for (index, unit) in units.iter().enumerate() {
+        for Parameter { name, range, .. } in &unit.parameters {
+            let pieces = if index == EMBEDDING {
+                vec![(0..row.start, false), (row.clone(), true), (row.end..range.end, false)]
+            } else {
+                vec![(range.clone(), false)]
+            };
+            for (piece, boosted) in pieces {
+                let Some(range) = unit.held(rank, &piece) else { continue };
+                let decayed = !name.contains("norm");
+                match stretches.last_mut() {
+                    Some(last) if last.range.end == range.start && (last.decayed, last.boosted) == (decayed, boosted) => {
+                        last.range.end = range.end;
+                    }
+                    _ => stretches.push(Stretch { range, decayed, boosted }),
+                }
+            }
+        }
+    }
+    stretches
+}
+
+/// Where the slices of `rank` lie in what `ranks` ranks wrote, whose units are cut as `theirs`.
+fn pieces(units: &[Unit], rank: usize, theirs: &[Unit], ranks: usize) -> Vec<Piece> {
+    let mut pieces = Vec::new();
+    for (unit, their) in units.iter().zip(theirs) {
+        let slice = unit.slice_of(rank);
+        let mut at = slice.start;
+        while at < slice.end {
+            let writer = at / their.slice;
+            let end = slice.end.min((writer + 1) * their.slice);
+            if writer < ranks as i64 {
+                let offset = their.start - writer * their.slice;
+                pieces.push(Piece::Stored { rank: writer as usize, range: at + offset..end + offset });
+            } else {
+                pieces.push(Piece::Padding(end - at));
+            }
+            at = end;
+        }
+    }
+    pieces
+}
+
 /// The units of a model, cut for `world` ranks.
 fn units(config: &ModelConfig, world: usize) -> Vec<Unit> {
     let mut shapes = config.parameter_shapes().into_iter();
@@ -294,4 +305,75 @@ fn units(config: &ModelConfig, world: usize) -> Vec<Unit> {
         start += slice;
     }
     units
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn config() -> ModelConfig {
+        // Sizes that few numbers of ranks divide.
+        let json = serde_json::json!({"model_type": "qwen3", "hidden_size": 6, "intermediate_size": 7, "num_hidden_layers": 2,
+            "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 11, "tie_word_embeddings": false});
+        ModelConfig::from_json(&json).unwrap()
+    }
+
+    /// What each rank holds when value `i` of the model is `i + 1` and padding is 0.
+    fn shares(units: &[Unit], ranks: usize) -> Vec<Vec<i64>> {
+        let share = |rank: usize| {
+            let mut before = 0;
+            let mut held = Vec::new();
+            for unit in units {
+                held.extend(unit.slice_of(rank).map(|at| if at < unit.length { before + at + 1 } else { 0 }));
+                before += unit.length;
+            }
+            held
+        };
+        (0..ranks).map(share).collect()
+    }
+
+    #[test]
+    fn what_any_number_of_ranks_wrote_is_read_by_any_other() {
+        let config = config();
+        for (writers, readers) in (1..8).flat_map(|writers| (1..8).map(move |readers| (writers, readers))) {
+            let (theirs, ours) = (units(&config, writers), units(&config, readers));
+            let (written, expected) = (shares(&theirs, writers), shares(&ours, readers));
+            for (rank, expected) in expected.iter().enumerate() {
+                let read: Vec<i64> = pieces(&ours, rank, &theirs, writers)
+                    .into_iter()
+                    .flat_map(|piece| match piece {
+                        Piece::Stored { rank, range } => written[rank][range.start as usize..range.end as usize].to_vec(),
+                        Piece::Padding(count) => vec![0; count as usize],
+                    })
+                    .collect();
+                assert_eq!(&read, expected, "{writers} wrote, rank {rank} of {readers} reads");
+            }
+        }
+    }
+
+    #[test]
+    fn every_value_is_in_one_stretch_of_one_rank_and_padding_in_none() {
+        let config = config();
+        let (boosted, hidden) = (4_i64, config.hidden_size);
+        let norms: i64 =
+            config.parameter_shapes().iter().filter(|(name, _)| name.contains("norm")).map(|(_, shape)| shape[0]).sum();
+        for ranks in 1..8 {
+            let units = units(&config, ranks);
+            let (mut seen, mut boosted_values, mut undecayed) = (Vec::new(), Vec::<i64>::new(), 0);
+            for (rank, held) in shares(&units, ranks).iter().enumerate() {
+                for Stretch { range, decayed, boosted } in stretches(&units, rank, hidden, boosted as u32) {
+                    let values = &held[range.start as usize..range.end as usize];
+                    seen.extend_from_slice(values);
+                    undecayed += if decayed { 0 } else { values.len() as i64 };
+                    boosted_values.extend(values.iter().copied().filter(|_| boosted));
+                }
+            }
+            seen.sort_unstable();
+            let count: i64 = units.iter().map(|unit| unit.length).sum();
+            assert!(seen.iter().copied().eq(1..=count), "{ranks} ranks");
+            assert_eq!(undecayed, norms);
+            assert!(boosted_values.iter().copied().eq(boosted * hidden + 1..=(boosted + 1) * hidden), "{boosted_values:?}");
+        }
+    }
 }

@@ -43,49 +43,75 @@ pub fn resumed_step(folder: &Path) -> Result<u64, CheckpointError> {
 ///
 /// The work is in three parts, and all ranks go on to the next only when all have done theirs: a full disk anywhere leaves the folder
 /// under its partial name, which is never picked up, and every rank with the same error.
-pub(crate) fn save(context: &Context<'_>, progress: &Progress, best: bool) -> Result<(), TrainError> {
+pub(crate) fn save(context: &Context<'_>, progress: &Progress) -> Result<(), TrainError> {
     let (group, output, plan) = (context.group, &context.output, context.plan);
     let folder = output.folder.join(step_name(progress.step));
-    let model = context.parameters.whole_model()?;
-    let begun = if group.leads() {
+    let share = checkpoint::partial(&folder)?.join(state::FOLDER);
+    let model = context.parameters.whole_model(group.leads())?;
+    let begun = if let Some(model) = &model {
         let drafter = DrafterFile {
             step: progress.step,
             training_tokens: output.drafter.training_tokens + progress.training_tokens,
             layers: model.layers.len(),
             ..output.drafter.clone()
         };
-        checkpoint::begin(&folder, &model, &drafter, output.files, plan.kind)
+        checkpoint::begin(&folder, model, &drafter, output.files, plan.kind)
+            .map_err(TrainError::from)
+            .and_then(|()| fs::create_dir(&share).map_err(|source| TrainError::Write { path: share.clone(), source }))
     } else {
         Ok(())
     };
-    together(group, begun.map_err(TrainError::from))?;
+    together(group, begun)?;
     drop(model);
-    let share = checkpoint::partial(&folder)?.join(state::FOLDER);
     let written = state::save_share(&share, &context.parameters, &context.optimiser);
     together(group, written.map_err(|source| TrainError::Write { path: share.clone(), source }))?;
-    together(group, if group.leads() { finish(context, progress, best, &folder, &share) } else { Ok(()) })
+    together(group, if group.leads() { finish(context, progress, &folder, &share) } else { Ok(()) })
 }
 
-fn finish(context: &Context<'_>, progress: &Progress, best: bool, folder: &Path, share: &Path) -> Result<(), TrainError> {
+fn finish(context: &Context<'_>, progress: &Progress, folder: &Path, share: &Path) -> Result<(), TrainError> {
     let (parent, name) = (context.output.folder, step_name(progress.step));
     let progress = Progress { ranks: context.group.world(), ..*progress };
     state::save_progress(share, &progress).map_err(|source| TrainError::Write { path: share.to_path_buf(), source })?;
     checkpoint::publish(folder)?;
-    if best {
-        checkpoint::point(parent, BEST, &name)?;
-    }
     checkpoint::point(parent, LATEST, &name)?;
-    let best = fs::read_link(parent.join(BEST)).ok();
+    point_best(parent, &progress)?;
+    let best = progress.best.map(|(step, _)| step);
     let steps: Vec<u64> = saved_steps(parent).into_iter().filter(|&step| step > 0 && step < progress.step).collect();
     let kept = context.plan.keep_last.saturating_sub(1);
     for (index, &step) in steps.iter().enumerate() {
-        // Only the latest checkpoint is ever resumed, so the older ones' optimiser state is dead weight.
         let folder = parent.join(step_name(step));
-        let is_kept = index + kept >= steps.len() || best.as_deref() == Some(Path::new(&step_name(step)));
-        let dropped = if is_kept { folder.join(state::FOLDER) } else { folder };
-        if dropped.exists() {
-            fs::remove_dir_all(&dropped).map_err(|source| TrainError::Write { path: dropped, source })?;
+        if index + kept < steps.len() && Some(step) != best {
+            discard(&folder)?;
+        } else if let state = folder.join(state::FOLDER)
+            && state.exists()
+        {
+            // Only the latest checkpoint is ever resumed, so the older ones' optimiser state is dead weight.
+            fs::remove_dir_all(&state).map_err(|source| TrainError::Write { path: state, source })?;
         }
     }
     Ok(())
+}
+
+/// Points `best` to what the progress says it is. After a kill it may have been another, of a step that is done again.
+pub(crate) fn point_best(parent: &Path, progress: &Progress) -> Result<(), TrainError> {
+    let link = parent.join(BEST);
+    match progress.best.map(|(step, _)| step_name(step)).filter(|name| parent.join(name).exists()) {
+        Some(name) if fs::read_link(&link).is_ok_and(|target| target == Path::new(&name)) => Ok(()),
+        Some(name) => Ok(checkpoint::point(parent, BEST, &name)?),
+        None if fs::symlink_metadata(&link).is_err() => Ok(()),
+        None => fs::remove_file(&link).map_err(|source| TrainError::Write { path: link, source }),
+    }
+}
+
+/// Removes a checkpoint; whoever looks for it meanwhile finds it whole or not at all.
+///
+/// # Errors
+/// It cannot be moved or removed.
+pub fn discard(folder: &Path) -> Result<(), TrainError> {
+    let hidden = checkpoint::partial(folder)?;
+    let write = |source| TrainError::Write { path: folder.to_path_buf(), source };
+    if hidden.exists() {
+        fs::remove_dir_all(&hidden).map_err(write)?;
+    }
+    fs::rename(folder, &hidden).and_then(|()| fs::remove_dir_all(&hidden)).map_err(write)
 }

@@ -33,8 +33,8 @@ pub struct Progress {
     pub not_finite: u64,
     /// Ranks whose files hold the state.
     pub ranks: usize,
-    /// The largest τ that replaying the hold-out gave at a checkpoint.
-    pub best_tau: Option<f64>,
+    /// The step at whose checkpoint replaying the hold-out gave the largest τ, and that τ.
+    pub best: Option<(u64, f64)>,
 }
 
 /// Why a state cannot be read.
@@ -50,15 +50,19 @@ pub enum StateError {
     Length { path: PathBuf, name: &'static str, found: i64, expected: i64 },
 }
 
-/// Writes this rank's masters and moments under `folder`, which is a `state/`.
+/// Writes this rank's masters and moments under `folder`, a `state/` that rank 0 has made: where it is not seen, the ranks do not share a
+/// file system.
 pub fn save_share(folder: &Path, parameters: &Parameters<'_>, optimiser: &AdamW) -> io::Result<()> {
-    fs::create_dir_all(folder)?;
     let named = tensors(parameters, optimiser).map(|(name, tensor)| (name.to_string(), tensor));
     save_safetensors(&folder.join(file_name(parameters.group.rank())), &named).map_err(io::Error::other)
 }
 
-/// Writes the numbers under `folder`.
+/// Writes the numbers under `folder`, once the files of all ranks are there.
 pub fn save_progress(folder: &Path, progress: &Progress) -> io::Result<()> {
+    if let Some(rank) = (0..progress.ranks).find(|&rank| !folder.join(file_name(rank)).exists()) {
+        let message = format!("the state of rank {rank} is not there; all ranks need the same file system and current folder");
+        return Err(io::Error::other(message));
+    }
     let path = folder.join("progress.json");
     fs::write(&path, serde_json::to_string_pretty(progress)?)?;
     File::open(&path)?.sync_all()

@@ -63,8 +63,10 @@ pub struct Plan {
 
 /// What is trained on what, and where it goes.
 pub struct Training<'a> {
-    /// The weights to start from; let go once they are taken over.
+    /// The weights to start from, on any device; let go once they are taken over.
     pub start: Transformer,
+    /// Where to compute.
+    pub device: Device,
     pub examples: &'a [Example],
     /// The examples' ids, to name those of a batch by.
     pub ids: &'a [String],
@@ -93,11 +95,16 @@ pub enum TrainError {
     MaskToken { mask_token: u32, rows: i64 },
     #[error(
         "{count} steps had a loss or gradient that is not finite, the last at step {step}; the responses of each are in `{}`; \
-         lower `learning_rate`", path.display()
+         lower `train.learning_rate` (or `prune.learning_rate` in a recovery)", path.display()
     )]
     NotFinite { count: u64, step: u64, path: PathBuf },
     #[error("rank {rank} trains on other data or by another recipe than rank 0; start all ranks alike, on the same files")]
     Unlike { rank: usize },
+    #[error(
+        "rank {rank} finds another checkpoint to go on from than rank 0; all ranks need the same file system and current folder. Run the \
+         same command again if it is one that shows new files late"
+    )]
+    OtherStep { rank: usize },
     #[error("rank {rank}: {message}")]
     OtherRank { rank: usize, message: String },
     #[error("cannot write `{}`: {source}", path.display())]
@@ -125,24 +132,24 @@ pub enum TrainError {
 /// See [`TrainError`]; whatever was saved before stays valid. Who called it then tells the other ranks by `Group::fail`, unless the error
 /// is theirs as well.
 pub fn train(training: Training<'_>, plan: &Plan, watch: &mut Watch<'_>, stop: &AtomicBool) -> Result<Ending, TrainError> {
-    let Training { start, examples, ids, held_out, objective, output, group } = training;
+    let Training { start, device, examples, ids, held_out, objective, output, group } = training;
     if examples.is_empty() {
         return Err(TrainError::NoExamples);
     }
-    let (rows, device) = (start.config.vocab_size, start.device());
+    let rows = start.config.vocab_size;
     let mask_token = plan.packing.shape.mask_token;
     if i64::from(mask_token) >= rows {
         return Err(TrainError::MaskToken { mask_token, rows });
     }
-    check_alike(group, plan, examples)?;
-    let (parameters, optimiser) = torch::guarded("allocating the training state", || {
-        let parameters = Parameters::new(&start, plan.kind, group);
-        let boost = plan.mask_learning_rate / plan.learning_rate;
-        let optimiser = AdamW::new(&parameters.master, plan.optimiser, parameters.stretches(mask_token), boost);
-        (parameters, optimiser)
-    })?;
+    check_alike(group, plan, &start, &objective, [examples, held_out], watch)?;
+    let parameters = torch::guarded("placing the weights", || Parameters::new(&start, plan.kind, device, group))?;
+    // Before the moments take their memory.
     drop(start);
     torch::release_freed_memory();
+    let boost = plan.mask_learning_rate / plan.learning_rate;
+    let stretches = parameters.stretches(mask_token);
+    let optimiser =
+        torch::guarded("allocating the optimiser's state", || AdamW::new(&parameters.master, plan.optimiser, stretches, boost))?;
     let latest = output.folder.join(model::checkpoint::LATEST);
     let loaded = if latest.join(state::FOLDER).exists() {
         state::load(&latest, &parameters, &optimiser).map_err(TrainError::from)
@@ -150,6 +157,9 @@ pub fn train(training: Training<'_>, plan: &Plan, watch: &mut Watch<'_>, stop: &
         Ok(Progress::default())
     };
     let progress = together(group, loaded)?;
+    check_resumed(group, &progress)?;
+    let pointed = if group.leads() { saving::point_best(output.folder, &progress) } else { Ok(()) };
+    together(group, pointed)?;
     let rate = if progress.step < plan.steps { matrix_rate(plan.kind, device, RATE_SECONDS) } else { 1.0 };
     let context = Context { parameters, optimiser, plan, ids, held_out, objective, output, group, device, rate };
     rayon::in_place_scope(|scope| {
@@ -193,6 +203,10 @@ fn steps(
     // Where drafting and saving work on a copy of the weights, that copy has the gradient's memory meanwhile.
     let whole_is_a_copy = !group.is_alone() || plan.kind != Kind::Float;
     let mut gradient: Option<Tensor> = None;
+    // The start before this one may have been cut short between the checkpoint and its score.
+    if progress.step > 0 && watch.scores_at(progress.step) && score(context, progress.step, watch, stop)? {
+        return Ok(Ending::Stopped { step: progress.step });
+    }
     while progress.step < plan.steps {
         let started = Instant::now();
         let Ok(batches) = next.recv() else { unreachable!("the task that packs a batch sends it or ends the whole scope") };
@@ -203,13 +217,13 @@ fn steps(
         }
         let sum = gradient.get_or_insert_with(|| context.parameters.zero_gradient());
         let _ = sum.zero_();
-        let outcome = one_step(context, sum, &batches, step, stop)?;
+        let outcome = one_step(context, sum, &batches, &progress, stop)?;
         if let Some(skipped) = &outcome.skipped {
             progress.skipped += 1;
             progress.not_finite += u64::from(matches!(skipped, Skipped::NotFinite { .. }));
             let path = context.output.folder.join("skipped.jsonl");
             let names = batches.responses.iter().map(|&index| context.ids.get(index).map_or("?", String::as_str));
-            let written = if group.leads() { watching::write_skipped(&path, step, skipped, names) } else { Ok(()) };
+            let written = if group.leads() { watching::write_skipped(&path, &plan.stage, step, skipped, names) } else { Ok(()) };
             together(group, written.map_err(|source| TrainError::Write { path: path.clone(), source }))?;
             if progress.not_finite >= NOT_FINITE_LIMIT {
                 return Err(TrainError::NotFinite { count: progress.not_finite, step, path });
@@ -225,10 +239,9 @@ fn steps(
             gradient = None;
         }
         let replayed = if replays { Some(replay_together(context)?) } else { None };
-        let best = replayed.as_ref().is_some_and(|replay| progress.best_tau.is_none_or(|best| replay.tau_pooled > best));
-        if best {
-            progress.best_tau = replayed.as_ref().map(|replay| replay.tau_pooled);
-        }
+        let tau = replayed.as_ref().map(|replay| replay.tau_pooled);
+        let best = tau.filter(|&tau| progress.best.is_none_or(|(_, best)| tau > best)).map(|tau| (step, tau));
+        progress.best = best.or(progress.best);
         let report = StepReport {
             step,
             steps: plan.steps,
@@ -248,8 +261,8 @@ fn steps(
             recorded.map_err(|source| TrainError::Write { path: context.output.folder.join("metrics.jsonl"), source }),
         )?;
         (watch.report)(&report);
-        if saves || best {
-            saving::save(context, &progress, best)?;
+        if saves || best.is_some() {
+            saving::save(context, &progress)?;
         }
         let stopping = if scoring { score(context, step, watch, stop)? } else { outcome.stopping };
         if stopping && !last {
@@ -275,12 +288,12 @@ fn one_step(
     context: &Context<'_>,
     gradient: &Tensor,
     batches: &StepBatches,
-    step: u64,
+    progress: &Progress,
     stop: &AtomicBool,
 ) -> Result<Outcome, TrainError> {
     let Context { plan, group, parameters, optimiser, .. } = context;
     let denominators = &batches.denominators;
-    let learning_rate = plan.learning_rate * plan.schedule.share(step, plan.steps);
+    let learning_rate = plan.learning_rate * plan.schedule.share(progress.step, plan.steps);
     let mut sums = LossSums::new(plan.packing.shape.drafts());
     let mut operations = 0.0;
     for batch in &batches.forwards {
@@ -306,7 +319,9 @@ fn one_step(
         Some(Skipped::NotFinite { loss: losses.total, norm })
     } else {
         let scale = if norm > plan.clip { plan.clip / norm } else { 1.0 };
-        optimiser.step(&parameters.master, gradient, step, learning_rate, scale)?;
+        // The moments know only of the steps that were taken.
+        let updates = progress.step - progress.skipped;
+        optimiser.step(&parameters.master, gradient, updates, learning_rate, scale)?;
         None
     };
     Ok(Outcome { losses, norm, learning_rate, operations, skipped, stopping })
@@ -315,7 +330,8 @@ fn one_step(
 /// Replays the hold-out, each rank its share of it.
 fn replay_together(context: &Context<'_>) -> Result<Replay, TrainError> {
     let Context { group, held_out, parameters, plan, .. } = context;
-    let drafter = drafter_of(&parameters.whole_model()?, plan.packing.shape);
+    let Some(model) = parameters.whole_model(true)? else { unreachable!("it was to be kept") };
+    let drafter = drafter_of(&model, plan.packing.shape);
     let share: Vec<Example> = held_out.iter().skip(group.rank()).step_by(group.world()).cloned().collect();
     let replayed = together(group, replay(&drafter, &share, REPLAY_LANES).map_err(TrainError::from))?;
     let own = serde_json::to_vec(&[replayed.per_response, replayed.judged]).unwrap_or_default();
@@ -358,27 +374,72 @@ pub(crate) fn together<T>(group: &Group, outcome: Result<T, TrainError>) -> Resu
     }
 }
 
+/// Values of each parameter that ranks compare, to see whether they start from the same weights.
+const SAMPLE: i64 = 64;
+
 /// Refuses ranks that would compute something else.
-fn check_alike(group: &Group, plan: &Plan, examples: &[Example]) -> Result<(), TrainError> {
+fn check_alike(
+    group: &Group,
+    plan: &Plan,
+    start: &Transformer,
+    objective: &Objective<'_>,
+    sets: [&[Example]; 2],
+    watch: &Watch<'_>,
+) -> Result<(), TrainError> {
     if group.is_alone() {
         return Ok(());
     }
-    let mut text = format!("{plan:?}").into_bytes();
-    for example in examples {
+    let objective = match objective {
+        Objective::Tokens => "tokens".to_string(),
+        Objective::Target { divergence, .. } => format!("target {divergence:?}"),
+        Objective::Unpruned { how, .. } => format!("unpruned {how:?}"),
+    };
+    let mut text = format!("{plan:?} {objective} {:?} {:?}", watch.score_every, start.config).into_bytes();
+    for (_, tensor) in start.named_parameters() {
+        let flat = tensor.reshape([-1]);
+        let sample = flat.narrow(0, 0, SAMPLE.min(flat.size()[0])).to_kind(Kind::Float);
+        text.extend(torch::to_f32s(&sample).iter().flat_map(|value| value.to_le_bytes()));
+    }
+    for example in sets.into_iter().flatten() {
         text.extend(example.prompt_length.to_le_bytes());
         text.extend(example.ids.iter().flat_map(|id| id.to_le_bytes()));
     }
-    let hashes = group.all_gather_bytes(sha256_hex(text).as_bytes())?;
-    match hashes.iter().position(|hash| *hash != hashes[0]) {
+    text.extend(sets[0].len().to_le_bytes());
+    match first_unlike(group, sha256_hex(text).as_bytes())? {
         Some(rank) => Err(TrainError::Unlike { rank }),
         None => Ok(()),
     }
+}
+
+/// Refuses ranks that found another checkpoint to go on from.
+fn check_resumed(group: &Group, progress: &Progress) -> Result<(), TrainError> {
+    match first_unlike(group, format!("{progress:?}").as_bytes())? {
+        Some(rank) => Err(TrainError::OtherStep { rank }),
+        None => Ok(()),
+    }
+}
+
+/// The first rank whose bytes are not those of rank 0.
+fn first_unlike(group: &Group, bytes: &[u8]) -> Result<Option<usize>, TrainError> {
+    let all = group.all_gather_bytes(bytes)?;
+    Ok(all.iter().position(|bytes| *bytes != all[0]))
 }
 
 /// A drafter that computes with these weights, sharing them.
 pub fn drafter_of(model: &Transformer, shape: BlockShape) -> Drafter {
     let BlockShape { block_size, mask_token, labels, anchor_sees_block } = shape;
     Drafter { model: model.shallow_clone(), block_size, mask_token, labels, anchor_sees_block }
+}
+
+impl TrainError {
+    /// Whether another rank brought it about.
+    pub fn is_of_another_rank(&self) -> bool {
+        match self {
+            Self::OtherRank { .. } => true,
+            Self::Group(error) => error.is_of_another_rank(),
+            _ => false,
+        }
+    }
 }
 
 /// The bytes that one of `ranks` ranks holds of a model in training: masters, gradient and both moments, f32.

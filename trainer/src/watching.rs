@@ -112,11 +112,12 @@ impl Watch<'_> {
 /// Adds a line to the file of steps that were left out: the step, why, and the responses of all ranks.
 pub(crate) fn write_skipped<'a>(
     path: &Path,
+    stage: &str,
     step: u64,
     why: &Skipped,
     responses: impl Iterator<Item = &'a str>,
 ) -> io::Result<()> {
-    let line = json!({"step": step, "reason": why.to_string(), "responses": responses.collect::<Vec<_>>()});
+    let line = json!({"stage": stage, "step": step, "reason": why.to_string(), "responses": responses.collect::<Vec<_>>()});
     let mut file = OpenOptions::new().create(true).append(true).open(path)?;
     file.write_all(format!("{line}\n").as_bytes())
 }

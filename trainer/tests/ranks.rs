@@ -61,6 +61,7 @@ fn rank() {
     let files = TextFiles { tokenizer: "{}".to_string(), tokenizer_config: "{}".to_string(), generation_config: None };
     let training = Training {
         start,
+        device: Device::Cpu,
         examples: &examples(),
         ids: &ids,
         held_out: &[],
@@ -105,6 +106,7 @@ fn a_loss_that_is_not_finite_on_one_rank_is_left_out_by_all() {
     assert!((3..=6).contains(&steps.len()), "{steps:?}");
     assert!(said.iter().all(|line| *line == said[0]), "{said:?}");
     let text = std::fs::read_to_string(folder.path().join("skipped.jsonl")).unwrap();
+    assert_eq!(text.lines().count(), steps.len());
     for (line, step) in text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()).zip(&steps) {
         let responses: Vec<&str> = line["responses"].as_array().unwrap().iter().map(|id| id.as_str().unwrap()).collect();
         assert!(line["step"] == *step && responses.len() == RANKS, "{line}");

@@ -117,7 +117,7 @@ fn ours(
     settings: LossSettings,
 ) -> (Losses, Vec<f32>) {
     let group = Group::alone();
-    let parameters = Parameters::new(model, Kind::Float, &group);
+    let parameters = Parameters::new(model, Kind::Float, Device::Cpu, &group);
     let gradient = parameters.zero_gradient();
     let mut sums = LossSums::new(shape(labels).drafts());
     for batch in batches {
@@ -186,7 +186,7 @@ fn the_gradient_in_bf16_is_that_in_f32_but_for_rounding() {
     let (losses, expected) =
         ours(&model, std::slice::from_ref(&batch), &of, Labels::Next, &Objective::Tokens, settings(1.0, 6, true));
     let group = Group::alone();
-    let parameters = Parameters::new(&model, Kind::BFloat16, &group);
+    let parameters = Parameters::new(&model, Kind::BFloat16, Device::Cpu, &group);
     assert_eq!(parameters.master.kind(), Kind::Float, "masters stay in f32");
     let gradient = parameters.zero_gradient();
     let how = settings(1.0, 6, true);
@@ -369,6 +369,7 @@ fn run_on(
     let ids: Vec<String> = (0..examples.len()).map(|index| format!("row-{index}")).collect();
     let training = Training {
         start: Transformer::random(config("llama", true), 3, Kind::Float),
+        device: Device::Cpu,
         examples,
         ids: &ids,
         held_out,
