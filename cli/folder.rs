@@ -106,8 +106,11 @@ impl RunFolder {
                 }
             }
         }
-        for later in Stage::ALL.into_iter().filter(|&later| later >= stage) {
-            let folder = self.path.join(later.folder());
+        let later = Stage::ALL.into_iter().filter(|&later| later >= stage).map(Stage::folder);
+        // TensorBoard would draw the old steps over the new ones.
+        let events = (stage <= Stage::Train).then_some("events");
+        for name in later.chain(events) {
+            let folder = self.path.join(name);
             if folder.exists() {
                 fs::remove_dir_all(&folder).with_context(|| format!("cannot remove `{}`", folder.display()))?;
             }

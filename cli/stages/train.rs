@@ -137,6 +137,13 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
     let (device, kind) = (context.training_device()?, models::kind(recipe.drafter.dtype));
     // On the CPU, from where each rank takes its share.
     let start = models::initial_drafter(recipe)?;
+    if responses.held_out.is_empty() && models::layers_to_remove(recipe, start.layers.len()) > 0 {
+        anyhow::bail!(
+            "no response is held out of {}, but pruning measures layers on them; raise `data.holdout`, give more prompts or set \
+             `prune.remove = 0`",
+            responses.training.len()
+        );
+    }
     let plan = plan(recipe, kind);
     let held_out = &responses.held_out[..responses.held_out.len().min(recipe.train.evaluate_responses)];
     let text = context.text()?;

@@ -119,4 +119,16 @@ fn what_changed_in_the_recipe_is_named_and_nothing_is_overwritten() {
     let output = drafthorse(folder.path(), &[&changed[..], &["--restart", "train"]].concat()).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(weights() != before.0 && recipe() != before.1);
+    let events = fs::read_dir(folder.path().join("runs/tiny/events")).unwrap().count();
+    assert_eq!(events, 1, "the old steps' events are gone with them");
+}
+
+#[test]
+fn a_run_that_could_not_be_pruned_ends_before_it_trains() {
+    let folder = tempfile::tempdir().unwrap();
+    tiny::write(folder.path());
+    let output = drafthorse(folder.path(), &["run", "recipe.toml", "--set", "data.limit=1"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert!(stderr(&output).contains("no response is held out of 1, but pruning measures layers"), "{}", stderr(&output));
+    assert!(!folder.path().join("runs/tiny/train/step-000000").exists());
 }
