@@ -115,7 +115,7 @@ impl Context<'_> {
         self.group.leads()
     }
 
-    /// On rank 0, calls the others to `stage`, once everything they read is there; they wait for it in [`follow`].
+    /// On rank 0, calls the others to `stage`, once everything they read is there; they wait for it in [`join`].
     pub(crate) fn begin_together(&self, stage: Stage) -> anyhow::Result<()> {
         if self.leads() && !self.group.is_alone() {
             self.group.announce(&announcement(self.begun), stage.name().as_bytes())?;
