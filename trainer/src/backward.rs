@@ -2,8 +2,8 @@
 //!
 //! Each layer is gathered from all ranks, run, and let go; in the backward it is gathered and run again, and its gradient summed over the
 //! ranks at once. Each half of it (attention, feed-forward) is its own little graph between detached tensors, so only half a layer's graph
-//! need live at a time (`recompute`), and no engine hook is needed. The surrogate `(y · g).sum()` hands the gradient `g` to autograd, whose roots are always ones in tch
-//! (<https://github.com/LaurentMazare/tch-rs/issues/526>); its own value does not matter.
+//! need live at a time (`recompute`), and no engine hook is needed. The surrogate `(y · g).sum()` hands the gradient `g` to autograd, whose
+//! roots are always ones in tch (<https://github.com/LaurentMazare/tch-rs/issues/526>); its own value does not matter.
 //!
 //! Shapes legend: see the crate's documentation.
 
@@ -115,7 +115,6 @@ pub fn forward_backward(
     let head = Head {
         logits_rv,
         epsilon: config.rms_norm_eps,
-        chunk_rows: settings.chunk_rows,
         norm_gradient_d: parameters.gradient_views(&norm_open).swap_remove(0),
         weight_gradient_vd: parameters.gradient_views(&head_open).swap_remove(0),
         norm_d: norm_d.detach().set_requires_grad(true),

@@ -17,8 +17,6 @@ pub(crate) struct Head {
     /// Room for the logits of a chunk, f32, with whatever is in it.
     pub(crate) logits_rv: Tensor,
     pub(crate) epsilon: f64,
-    /// Rows of a chunk, but for blocks that are larger.
-    pub(crate) chunk_rows: usize,
     /// A leaf.
     pub(crate) norm_d: Tensor,
     pub(crate) weight_vd: Tensor,
@@ -48,10 +46,10 @@ impl Teaching<'_> {
 }
 
 /// The loss of rows towards a teacher's logits, or towards their labels.
-fn row_loss(logits_rv: &Tensor, label_r: &Tensor, teacher: Option<(&Tensor, Divergence)>) -> RowLoss {
+fn row_loss(logits_rv: &Tensor, label_r: &Tensor, teacher: Option<&(Tensor, Divergence)>) -> RowLoss {
     match teacher {
         None => cross_entropy(logits_rv, label_r),
-        Some((teacher_rv, Divergence::Forward(how))) => distillation(logits_rv, teacher_rv, label_r, how),
+        Some((teacher_rv, Divergence::Forward(how))) => distillation(logits_rv, teacher_rv, label_r, *how),
         Some((teacher_rv, Divergence::TotalVariation)) => total_variation(logits_rv, teacher_rv),
     }
 }
@@ -99,8 +97,8 @@ impl Head {
     ) -> (LossSums, Tensor) {
         let gradient_td = hidden_td.zeros_like().to_kind(Kind::Float);
         let mut sums = LossSums::new(shape.drafts());
-        let total = sums.diffusion_denominator(denominators, settings.weights);
-        for rows in chunks_of_whole_blocks(&batch.diffusion, self.chunk_rows) {
+        let total = denominators.of_blocks(settings.weights);
+        for rows in chunks_of_whole_blocks(&batch.diffusion, settings.chunk_rows) {
             let weights = RowWeights {
                 by_probability: matches!(settings.weights, PositionWeights::Pace { .. }),
                 of: &|probabilities| match settings.weights {
@@ -114,7 +112,7 @@ impl Head {
         if settings.ar_weight > 0.0 {
             let teaching = teaching.filter(|teaching| teaching.clean_too);
             let scale = settings.ar_weight / denominators.clean as f64;
-            for rows in batch.autoregressive.chunks(self.chunk_rows.max(1)) {
+            for rows in batch.autoregressive.chunks(settings.chunk_rows.max(1)) {
                 let outcome = self.chunk(
                     hidden_td,
                     rows,
@@ -164,9 +162,8 @@ impl Head {
                 let label_probability_r = log_probability(&logits_rv, &label_r).exp();
                 probabilities.extend(torch::to_f32s(&label_probability_r).into_iter().map(f64::from));
             }
-            let teacher_rv = teacher_rv.as_ref().map(|(teacher_rv, divergence)| (part(teacher_rv), *divergence));
-            let teacher = teacher_rv.as_ref().map(|(teacher_rv, divergence)| (teacher_rv, *divergence));
-            let RowLoss { loss_r, gradient_rv } = row_loss(&logits_rv, &label_r, teacher);
+            let teacher = teacher_rv.as_ref().map(|(teacher_rv, divergence)| (part(teacher_rv), *divergence));
+            let RowLoss { loss_r, gradient_rv } = row_loss(&logits_rv, &label_r, teacher.as_ref());
             logits_rv.copy_(&gradient_rv);
             losses.extend(torch::to_f32s(&loss_r));
         }

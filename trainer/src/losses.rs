@@ -30,19 +30,21 @@ pub struct Losses {
     pub accuracy_by_position: Vec<f64>,
 }
 
+impl Denominators {
+    /// What the block loss is divided by; one where there is nothing to divide.
+    pub(crate) fn of_blocks(&self, weights: PositionWeights) -> f64 {
+        let total = match weights {
+            PositionWeights::Exponential => self.diffusion,
+            PositionWeights::Pace { .. } => self.blocks as f64,
+        };
+        if total > 0.0 { total } else { 1.0 }
+    }
+}
+
 impl LossSums {
     /// Nothing yet, for blocks of so many drafts.
     pub fn new(drafts: usize) -> Self {
         Self { diffusion: 0.0, autoregressive: 0.0, by_position: vec![[0.0; 3]; drafts] }
-    }
-
-    /// What the diffusion loss is divided by; one where there is nothing to divide.
-    pub(crate) fn diffusion_denominator(&self, denominators: &Denominators, weights: PositionWeights) -> f64 {
-        let total = match weights {
-            PositionWeights::Exponential => denominators.diffusion,
-            PositionWeights::Pace { .. } => denominators.blocks as f64,
-        };
-        if total > 0.0 { total } else { 1.0 }
     }
 
     pub(crate) fn add_diffusion(&mut self, rows: &[LabelledRow], losses: &[f32], best: &[u32], weights: &[f64]) {
@@ -78,7 +80,7 @@ impl LossSums {
 
     /// The losses that these sums are of.
     pub fn losses(&self, denominators: &Denominators, settings: LossSettings) -> Losses {
-        let diffusion = self.diffusion / self.diffusion_denominator(denominators, settings.weights);
+        let diffusion = self.diffusion / denominators.of_blocks(settings.weights);
         let autoregressive = self.autoregressive / (denominators.clean.max(1) as f64);
         let share = |pick: fn(&[f64; 3]) -> f64| self.by_position.iter().map(|each| pick(each) / each[0].max(1.0)).collect();
         Losses {

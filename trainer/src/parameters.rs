@@ -94,11 +94,9 @@ impl<'g> Parameters<'g> {
             let slice = unit.slice_of(group.rank());
             for (parameter, (_, tensor)) in unit.parameters.iter().zip(named.by_ref()) {
                 // Straight into place: a whole copy beside the masters would be the largest memory of a whole run.
-                let (first, end) = (parameter.range.start.max(slice.start), parameter.range.end.min(slice.end));
-                if first < end {
-                    let part = tensor.reshape([-1]).narrow(0, first - parameter.range.start, end - first);
-                    master.narrow(0, unit.start + first - slice.start, end - first).copy_(&part);
-                }
+                let Some(held) = unit.held(group.rank(), &parameter.range) else { continue };
+                let (first, count) = (held.start - unit.start + slice.start - parameter.range.start, held.end - held.start);
+                master.narrow(0, held.start, count).copy_(&tensor.reshape([-1]).narrow(0, first, count));
             }
         }
         let rotary = Rotary::new(&model.config, device);
