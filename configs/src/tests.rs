@@ -122,7 +122,7 @@ fn defaults_complete_a_minimal_recipe() {
             beta1: 0.9,
             beta2: 0.95,
             clip: 1.0,
-            chunk_rows: 384,
+            chunk_rows: 256,
             recompute: true,
             save_every: 7,
             evaluate_every: 7,

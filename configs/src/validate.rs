@@ -189,7 +189,7 @@ fn train(section: &Section<typed::Train>, block_size: usize, whole_file: &Place)
         beta1: below_one(&fields.beta1, 0.9)?,
         beta2: below_one(&fields.beta2, 0.95)?,
         clip: positive(&fields.clip, 1.0)?,
-        chunk_rows: count(&fields.chunk_rows, 384)?,
+        chunk_rows: count(&fields.chunk_rows, 256)?,
         recompute: any(&fields.recompute, true),
         save_every: count(&fields.save_every, steps.div_ceil(10))?,
         evaluate_every: count(&fields.evaluate_every, steps.div_ceil(10))?,

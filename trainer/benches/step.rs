@@ -32,7 +32,7 @@ const ANCHORS: usize = 64;
 const GAMMA: f64 = 7.0;
 const LEARNING_RATE: f64 = 2e-5;
 /// The default of `train.chunk_rows`.
-const CHUNK_ROWS: usize = 384;
+const CHUNK_ROWS: usize = 256;
 /// Rows of a forward: each response has one of its own.
 const FORWARD_ROWS: usize = 2048;
 /// Timed steps after one to warm up.
