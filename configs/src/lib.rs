@@ -3,11 +3,15 @@
 //! The way of a recipe: the files of its `extends` chain and the `--set` overrides are sources ([`source`]); each source
 //! is read over the one before it into the recipe as typed ([`typed`], every value with its place in its source); the
 //! recipe as typed is checked, completed by defaults and turned into a [`Recipe`] ([`validate`]). Only a [`Recipe`] leaves
-//! this crate, so that nobody else meets an absent field, a relative path or an impossible value.
+//! this crate, so that nobody else meets an absent field, a relative path or an impossible value. Beside it stand the benchmarks that
+//! a recipe can call by name ([`benchmarks`]).
 
+pub mod benchmarks;
 mod error;
+mod hardware;
 mod paths;
 mod recipe;
+mod reference;
 mod source;
 #[cfg(test)]
 mod tests;
@@ -17,10 +21,12 @@ mod validate;
 use std::path::Path;
 
 pub use error::RecipeError;
+pub use hardware::{Hardware, Latency};
 pub use recipe::{
-    AnchorSees, Benchmark, Data, Decoder, Devices, Drafter, DrafterKind, Dtype, Evaluate, Labels, Objective, PositionWeights,
-    Prune, Recipe, Regenerate, Schedule, Target, Train,
+    AnchorSees, Benchmark, Budget, Data, Decoder, Devices, Drafter, DrafterKind, Drafts, Dtype, Evaluate, FanOut, Labels,
+    Objective, PositionWeights, Prune, Recipe, Regenerate, Schedule, Target, Train,
 };
+pub use reference::{Method, PublishedFigures, Reference, ReferenceError};
 pub use source::Place;
 
 /// Reads the recipe at `path`, the recipes it extends, and then `overrides` of the form `key.path=VALUE`, the later ones

@@ -59,6 +59,15 @@ pub(crate) fn file(key: &'static str, written: &Written<String>) -> Result<PathB
     text(key, path, &written.place)
 }
 
+/// A folder that exists.
+pub(crate) fn folder(key: &'static str, written: &Written<String>) -> Result<PathBuf, RecipeError> {
+    let path = join(&written.place.source.folder, &written.value);
+    if !path.is_dir() {
+        return Err(no_file(key, "folder", path, &written.place));
+    }
+    text(key, path, &written.place)
+}
+
 /// One file, or the files that match a glob, sorted; `*` in the file name stands for any characters, and for a leading
 /// dot only where the glob has one too.
 pub(crate) fn files(key: &'static str, written: &Written<String>) -> Result<Vec<PathBuf>, RecipeError> {

@@ -1,8 +1,12 @@
 //! The recipe as validated: every value present and possible, every path absolute. Field names are the recipe's keys.
 
+use std::fmt::{Display, Formatter};
 use std::path::PathBuf;
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
+
+use crate::Hardware;
+use crate::benchmarks::Preset;
 
 /// A whole run, ready to be carried out.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -160,12 +164,20 @@ pub struct Prune {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Evaluate {
     pub benchmarks: Vec<Benchmark>,
+    /// Where the local copies of benchmarks named by a preset are: NAME.jsonl in this absolute folder.
+    pub benchmark_folder: Option<PathBuf>,
     pub decoders: Vec<Decoder>,
-    /// Rejection positions that have continuations.
+    /// Which outcomes of a verification are drafted ahead.
+    pub fan_out: FanOut,
+    /// Rejection positions that have continuations in a rectangle.
     pub positions: usize,
-    /// Continuations a rejection position has.
+    /// Continuations a rejection position has in a rectangle.
     pub candidates: usize,
-    /// Use only the first so many prompts of each benchmark.
+    /// The most continuations of a round where they are not a rectangle, whose size `positions` and `candidates` give; then absent.
+    pub budget: Option<Budget>,
+    /// Texts decoded side by side.
+    pub concurrency: usize,
+    /// Score on so many prompts of each benchmark, drawn by the seed, in proportion from the categories where it has some; absent: on all.
     pub limit: Option<usize>,
     /// Steps of training after which a checkpoint is scored at once; absent: checkpoints are scored after training.
     pub every: Option<usize>,
@@ -175,21 +187,27 @@ pub struct Evaluate {
     pub top_p: f64,
     /// 0 leaves the vocabulary whole.
     pub top_k: usize,
+    /// Machines on which the rounds that happened are timed by a simulated clock; only for texts decoded one at a time.
+    pub hardware: Vec<Hardware>,
+    /// How drafted tokens are chosen; `sampled` needs a temperature above 0.
+    pub drafts: Drafts,
 }
 
-/// A file of prompts to score on; written in a recipe as its path.
+/// Prompts to score on; written in a recipe as the preset's name, or as the path of a file of one's own.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(into = "PathBuf")]
 pub struct Benchmark {
-    /// The file's name without its extension.
+    /// The preset's name, else the file's without its extension.
     pub name: String,
-    /// Absolute.
+    /// The local file, absolute.
     pub path: PathBuf,
+    /// What is known of the set, where the recipe names one that is known.
+    pub preset: Option<&'static Preset>,
 }
 
 impl From<Benchmark> for PathBuf {
     fn from(benchmark: Benchmark) -> Self {
-        benchmark.path
+        benchmark.preset.map_or(benchmark.path, |preset| PathBuf::from(&preset.name))
     }
 }
 
@@ -220,6 +238,16 @@ pub enum AnchorSees {
     Block,
     /// Only what precedes it, as the same token in the text does. With labels `next` its prediction is then the initial model's own.
     Prefix,
+}
+
+/// How drafted tokens are chosen, and with that how they are verified. Both ways leave the target's distribution as it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Drafts {
+    /// The drafter's likeliest tokens; kept while the target chooses the same.
+    Point,
+    /// Drawn from the drafter's distributions; kept by the rejection rule.
+    Sampled,
 }
 
 /// Which token a slot of a block predicts: slot j the token at anchor + j, or the next one.
@@ -268,6 +296,59 @@ pub enum Schedule {
 #[serde(rename_all = "snake_case")]
 pub enum DrafterKind {
     D3d,
+}
+
+/// Which outcomes of a verification are drafted ahead.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FanOut {
+    /// The best candidates at each of the first positions, as published.
+    Rectangle,
+    /// The likeliest outcomes by the drafter's own probabilities.
+    BestFirst,
+    /// Fewer from position to position, by the drafter's acceptance alone.
+    Geometric,
+}
+
+/// How many continuations a round may have; written in a recipe as a number, `"auto"`, or a time such as `"8 ms"`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Budget {
+    Blocks(usize),
+    /// As many as are written while the target verifies, as measured on the machine.
+    Auto,
+    /// As many as are written in so many milliseconds, as measured on the machine.
+    Milliseconds(f64),
+}
+
+impl Budget {
+    /// From what stands in a recipe as a string.
+    pub(crate) fn from_text(text: &str) -> Option<Self> {
+        if text == "auto" {
+            return Some(Self::Auto);
+        }
+        let number: f64 = text.strip_suffix("ms")?.trim_end().parse().ok()?;
+        number.is_finite().then_some(Self::Milliseconds(number))
+    }
+}
+
+/// As in a recipe, without quotes.
+impl Display for Budget {
+    fn fmt(&self, formatter: &mut Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Blocks(blocks) => write!(formatter, "{blocks}"),
+            Self::Auto => write!(formatter, "auto"),
+            Self::Milliseconds(milliseconds) => write!(formatter, "{milliseconds} ms"),
+        }
+    }
+}
+
+impl Serialize for Budget {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Blocks(blocks) => serializer.serialize_u64(*blocks as u64),
+            Self::Auto | Self::Milliseconds(_) => serializer.collect_str(self),
+        }
+    }
 }
 
 /// How drafter and target take turns.

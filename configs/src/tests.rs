@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod faults;
+mod hardware;
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -143,15 +144,21 @@ fn defaults_complete_a_minimal_recipe() {
         },
         evaluate: Evaluate {
             benchmarks: vec![],
+            benchmark_folder: None,
             decoders: vec![Decoder::Autoregressive, Decoder::Lockstep, Decoder::Asynchronous],
+            fan_out: FanOut::Rectangle,
             positions: 11,
             candidates: 2,
+            budget: None,
+            concurrency: 1,
             limit: None,
             every: None,
             max_new_tokens: 2048,
             temperature: 0.0,
             top_p: 1.0,
             top_k: 0,
+            hardware: vec![],
+            drafts: Drafts::Point,
         },
         devices: Devices { target: text("cpu"), drafter: text("cpu"), timeout: 600 },
         file,
@@ -190,8 +197,10 @@ fn every_key_changes_the_recipe() {
         train.save_every=20 train.evaluate_every=30 train.evaluate_responses=8 train.keep_last=3
         prune.remove=2 prune.min_layers=4 prune.keep_tau=0.9 prune.recovery_steps=5 prune.learning_rate=1e-3 prune.ar_weight=0
         prune.margin=1 prune.temperature=2 prune.responses=3 prune.anchors=2
-        evaluate.benchmarks=["gsm8k.jsonl"] evaluate.decoders=["lockstep"] evaluate.positions=7 evaluate.candidates=1
+        evaluate.benchmarks=["gsm8k.jsonl"] evaluate.benchmark_folder="." evaluate.decoders=["lockstep"] evaluate.positions=7 evaluate.candidates=1
+        evaluate.fan_out="best_first" evaluate.concurrency=4
         evaluate.limit=8 evaluate.max_new_tokens=64 evaluate.temperature=1 evaluate.top_p=0.5 evaluate.top_k=3
+        evaluate.hardware=["h100-graphs-8b-8b"]
         devices.target="cuda:0" devices.drafter="cuda:1" devices.timeout=30
     "#;
     let assignments: Vec<(&str, &str)> = values.split_whitespace().map(|pair| pair.split_once('=').unwrap()).collect();
@@ -199,8 +208,8 @@ fn every_key_changes_the_recipe() {
     let mut given: BTreeSet<String> = assignments.iter().map(|(key, _)| key.to_string()).collect();
     // These have one valid value, or none of their own.
     given.extend(["extends", "drafter.kind", "regenerate.engine"].map(String::from));
-    // This one asks for another, which is tried below.
-    given.insert("evaluate.every".to_string());
+    // These ask for another, which is tried below.
+    given.extend(["evaluate.every", "evaluate.drafts", "evaluate.budget"].map(String::from));
     assert_eq!(given, typed::Recipe::key_paths().into_iter().collect(), "this test names every key");
 
     // With the section present from the start, a key of [prune] cannot change the recipe by its presence alone.
@@ -223,7 +232,7 @@ fn every_key_changes_the_recipe() {
         // Defaults follow other values.
         let expected = match key {
             "train.learning_rate" => 3,
-            "drafter.block_size" | "train.ar_weight" => 2,
+            "drafter.block_size" | "train.ar_weight" | "evaluate.fan_out" => 2,
             _ => 1,
         };
         assert_eq!(changed.len(), expected, "{key} = {value} changes {changed:?}");
@@ -237,6 +246,50 @@ fn checkpoints_are_scored_while_training_only_on_something() {
     assert!(folder.message(&text, &[]).contains("`evaluate.every` scores checkpoints, but `evaluate.benchmarks` names nothing"));
     let recipe = folder.load(&format!("{text}benchmarks = [\"gsm8k.jsonl\"]\n"), &[]).unwrap();
     assert_eq!(recipe.evaluate.every, Some(100));
+}
+
+#[test]
+fn a_budget_is_blocks_or_automatic_or_a_time_and_not_for_rectangles() {
+    let folder = Folder::new();
+    let budget = |overrides: &[&str]| folder.load(MINIMAL, overrides).unwrap().evaluate.budget;
+    assert_eq!(budget(&[]), None);
+    assert_eq!(budget(&["evaluate.fan_out=best_first"]), Some(Budget::Blocks(24)));
+    for (written, expected) in [
+        ("9", Budget::Blocks(9)),
+        ("auto", Budget::Auto),
+        ("\"auto\"", Budget::Auto),
+        ("8 ms", Budget::Milliseconds(8.0)),
+        ("\"0.25ms\"", Budget::Milliseconds(0.25)),
+    ] {
+        let setting = format!("evaluate.budget={written}");
+        assert_eq!(budget(&["evaluate.fan_out=geometric", &setting]), Some(expected), "{written}");
+    }
+    // A fan-out that a later source writes over the one that the budget belongs to.
+    assert_eq!(budget(&["evaluate.fan_out=best_first", "evaluate.budget=9", "evaluate.fan_out=rectangle"]), None);
+    assert_eq!(
+        budget(&["evaluate.fan_out=best_first", "evaluate.budget=9", "evaluate.fan_out=geometric"]),
+        Some(Budget::Blocks(9))
+    );
+    assert_eq!(
+        folder.message(&format!("{MINIMAL}[evaluate]\nbudget = 9\nfan_out = \"rectangle\""), &[]),
+        "recipe.toml:18:10: `evaluate.budget` cannot stand beside `evaluate.fan_out = \"rectangle\"`, whose size is `evaluate.positions` \
+         and `evaluate.candidates`; leave it out or choose `best_first` or `geometric`\n18 | budget = 9\n   |          ^"
+    );
+}
+
+#[test]
+fn drafts_are_sampled_only_above_temperature_zero() {
+    let folder = Folder::new();
+    for temperature in ["", "temperature = 0.0\n"] {
+        let message = folder.message(&format!("{MINIMAL}[evaluate]\n{temperature}drafts = \"sampled\"\n"), &[]);
+        assert!(message.contains("`evaluate.drafts` cannot be `sampled` while `evaluate.temperature` is 0"), "{message}");
+        assert!(message.contains("recipe.toml:") && message.contains("drafts = \"sampled\""), "{message}");
+    }
+    let message = folder.message(MINIMAL, &["evaluate.drafts=greedy", "evaluate.temperature=1"]);
+    assert!(message.contains("`evaluate.drafts` must be one of `point`, `sampled`, not `greedy`"), "{message}");
+    let drafts = |overrides: &[&str]| folder.load(MINIMAL, overrides).unwrap().evaluate.drafts;
+    assert_eq!(drafts(&["evaluate.drafts=sampled", "evaluate.temperature=0.7"]), Drafts::Sampled);
+    assert_eq!(drafts(&["evaluate.drafts=point"]), Drafts::Point);
 }
 
 #[test]
@@ -279,10 +332,17 @@ fn resolved_recipe_loads_back_equal() {
     let folder = Folder::new();
     let elsewhere = Folder::new();
     let rich = ["drafter.layers=[0, 3, 5]", "data.prompts=[\"/dev/null\"]", "prune.margin=0.1", "train.learning_rate=3e-7"];
-    let absolute = format!("evaluate.benchmarks=[\"{}/gsm8k.jsonl\"]", folder.path.display());
-    for overrides in
-        [vec![], rich[..1].to_vec(), [&rich[2..], &[absolute.as_str()], &["prune.remove=3", "target.dtype=bf16"]].concat()]
-    {
+    let absolute = format!("evaluate.benchmarks=[\"{}/part-1.jsonl\", \"gsm8k\"]", folder.path.display());
+    let copies = format!("evaluate.benchmark_folder={}", folder.path.display());
+    let long = [&rich[2..], &[absolute.as_str(), copies.as_str()], &["prune.remove=3", "target.dtype=bf16"]].concat();
+    for overrides in [
+        vec![],
+        rich[..1].to_vec(),
+        long,
+        vec!["evaluate.fan_out=best_first"],
+        vec!["evaluate.fan_out=geometric", "evaluate.budget=auto"],
+        vec!["evaluate.fan_out=geometric", "evaluate.budget=2.5 ms"],
+    ] {
         let recipe = folder.load(MINIMAL, &overrides).unwrap();
         let resolved = recipe.to_toml();
         let loaded = elsewhere.load(&resolved, &[]).unwrap();
@@ -297,6 +357,8 @@ fn resolved_recipe_loads_back_equal() {
             "drafter.keep_layers",
             "data.limit",
             "train.batch_tokens",
+            "evaluate.budget",
+            "evaluate.benchmark_folder",
             "evaluate.limit",
             "evaluate.every",
         ];
@@ -339,13 +401,41 @@ fn paths_start_from_the_file_that_names_them() {
     let recipe = folder.load("extends = \"base/base.toml\"\n[evaluate]\nbenchmarks = [\"./gsm8k.jsonl\"]", &[]).unwrap();
     assert_eq!(recipe.drafter.init, folder.path.join("base/local").to_str().unwrap());
     assert_eq!(recipe.data.prompts, [folder.path.join("base/prompts.jsonl")]);
-    assert_eq!(recipe.evaluate.benchmarks, [Benchmark { name: "gsm8k".into(), path: folder.path.join("gsm8k.jsonl") }]);
+    assert_eq!(
+        recipe.evaluate.benchmarks,
+        [Benchmark { name: "gsm8k".into(), path: folder.path.join("gsm8k.jsonl"), preset: None }]
+    );
     let text = MINIMAL.replace("[\"prompts.jsonl\"]", "[\"prompts.jsonl\", \"p*.jsonl\", \"../*/part-1.jsonl\"]");
     assert!(folder.load(&text, &[]).is_err(), "`*` stands in file names only");
     let recipe =
         folder.load(&text.replace("*/", &format!("{}/", folder.path.file_name().unwrap().to_str().unwrap())), &[]).unwrap();
     let names = ["prompts.jsonl", "part-1.jsonl", "part-2.jsonl"];
     assert_eq!(recipe.data.prompts, names.map(|name| folder.path.join(name)));
+}
+
+#[test]
+fn a_known_name_is_the_preset_and_its_copy_lies_in_the_folder() {
+    let folder = Folder::new();
+    // A file of that name changes nothing; its path does.
+    folder.write("gsm8k", "");
+    folder.write("copies/gsm8k.jsonl", "");
+    let text = format!("{MINIMAL}[evaluate]\nbenchmark_folder = \"copies\"\nbenchmarks = [\"gsm8k\", \"part-1.jsonl\"]\n");
+    let evaluate = folder.load(&text, &[]).unwrap().evaluate;
+    assert_eq!(evaluate.benchmark_folder, Some(folder.path.join("copies")));
+    let preset = benchmarks::preset("gsm8k");
+    assert!(preset.is_some());
+    assert_eq!(
+        evaluate.benchmarks,
+        [
+            Benchmark { name: "gsm8k".into(), path: folder.path.join("copies/gsm8k.jsonl"), preset },
+            Benchmark { name: "part-1".into(), path: folder.path.join("part-1.jsonl"), preset: None },
+        ]
+    );
+    assert_eq!(Some(evaluate.max_new_tokens), preset.map(|preset| preset.max_new_tokens));
+    let resolved = folder.load(&text, &[]).unwrap().to_toml();
+    assert!(resolved.contains("benchmarks = [\"gsm8k\", \"/"), "{resolved}");
+    let own = folder.load(&text.replace("\"gsm8k\"", "\"./gsm8k\""), &[]).unwrap().evaluate.benchmarks.remove(0);
+    assert_eq!(own, Benchmark { name: "gsm8k".into(), path: folder.path.join("gsm8k"), preset: None });
 }
 
 #[test]

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use crate::RecipeError;
 use crate::error::hint;
 use crate::paths;
 use crate::source::{Place, Source};
+use crate::{Budget, RecipeError};
 
 /// A value and the place it was written at.
 #[derive(Debug, Clone)]
@@ -127,11 +127,16 @@ keys! { Prune at "prune.":
     remove: usize, min_layers: usize, keep_tau: f64, recovery_steps: usize, learning_rate: f64, ar_weight: f64, margin: f64,
     temperature: f64, responses: usize, anchors: usize;
 }
-keys! { Evaluate at "evaluate.":
-    benchmarks: Vec<Written<String>>, decoders: Vec<Written<String>>, positions: usize, candidates: usize, limit: usize,
-    every: usize, max_new_tokens: usize, temperature: f64, top_p: f64, top_k: usize;
+keys! { Evaluate at "evaluate.", settled by no_budget_of_a_rectangle:
+    benchmarks: Vec<Written<String>>, benchmark_folder: String, decoders: Vec<Written<String>>, fan_out: String, positions: usize,
+    candidates: usize, budget: Budget, concurrency: usize, limit: usize, every: usize, max_new_tokens: usize, temperature: f64,
+    top_p: f64, top_k: usize, hardware: Vec<Written<String>>, drafts: String;
 }
 keys! { Devices at "devices.": target: String, drafter: String, timeout: usize; }
+
+// A hardware profile is a file of its own.
+keys! { Hardware at "": name: String, source: String; verify: Latency, pack: Latency, draft: Latency }
+keys! { Latency at "": floor_ms: f64, per_token_ms: f64, per_context_token_ms: f64, overhead_ms: f64; }
 
 /// The size of a batch has two keys: the later source's replaces the earlier one's.
 fn one_batch_size(train: &mut Train, source: &Arc<Source>) {
@@ -140,6 +145,15 @@ fn one_batch_size(train: &mut Train, source: &Arc<Source>) {
         (true, false) => train.batch_tokens.written = None,
         (false, true) => train.batch_responses.written = None,
         _ => {}
+    }
+}
+
+/// A budget goes with the fan-out that it was written for: a later source that asks for a rectangle, which has none, takes it away.
+fn no_budget_of_a_rectangle(evaluate: &mut Evaluate, source: &Arc<Source>) {
+    let (fan_out, budget) = (&evaluate.fan_out.written, &evaluate.budget.written);
+    let rectangle = fan_out.as_ref().is_some_and(|it| it.value == "rectangle" && Arc::ptr_eq(&it.place.source, source));
+    if rectangle && budget.as_ref().is_some_and(|it| !Arc::ptr_eq(&it.place.source, source)) {
+        evaluate.budget.written = None;
     }
 }
 
@@ -194,6 +208,13 @@ pub(crate) fn read_override(recipe: &mut Recipe, text: &str) -> Result<(), Recip
     let source = Arc::new(Source { name: format!("--set {text}"), text: document, folder, is_override: true });
     let table = parse(&source)?;
     read_table(recipe, "", table.get_ref(), &source)
+}
+
+/// Reads a hardware profile.
+pub(crate) fn read_hardware(source: &Arc<Source>) -> Result<Hardware, RecipeError> {
+    let mut hardware = Hardware::default();
+    read_table(&mut hardware, "", parse(source)?.get_ref(), source)?;
+    Ok(hardware)
 }
 
 fn parse(source: &Arc<Source>) -> Result<Spanned<DeTable<'_>>, RecipeError> {
@@ -303,6 +324,17 @@ macro_rules! whole_number {
 whole_number!(usize, 1_000_000_000, "a whole number from 0 to 1000000000");
 whole_number!(u64, <u64>::MAX, "a whole number of at least 0");
 whole_number!(u32, <u32>::MAX, "a whole number from 0 to 4294967295");
+
+impl FromToml for Budget {
+    const ONE: &'static str = "a number of blocks, \"auto\" or a time such as \"8 ms\"";
+    const LIST: &'static str = "a list of budgets";
+    fn from_toml(value: &Spanned<DeValue>, source: &Arc<Source>) -> Option<Self> {
+        match value.get_ref().as_str() {
+            Some(text) => Self::from_text(text),
+            None => usize::from_toml(value, source).map(Self::Blocks),
+        }
+    }
+}
 
 fn integer(value: &DeValue) -> Option<i64> {
     let integer = value.as_integer()?;

@@ -4,11 +4,12 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::benchmarks::{Preset, preset, presets};
 use crate::source::{Place, Source};
 use crate::typed::{self, Field, FromToml, Section, Written};
 use crate::{
-    AnchorSees, Benchmark, Data, Decoder, Devices, Drafter, DrafterKind, Dtype, Evaluate, Labels, Objective, PositionWeights,
-    Prune, Recipe, RecipeError, Regenerate, Schedule, Target, Train, paths,
+    AnchorSees, Benchmark, Budget, Data, Decoder, Devices, Drafter, DrafterKind, Drafts, Dtype, Evaluate, FanOut, Labels,
+    Objective, PositionWeights, Prune, Recipe, RecipeError, Regenerate, Schedule, Target, Train, hardware, paths,
 };
 
 const DTYPES: &[(&str, Dtype)] = &[("auto", Dtype::Auto), ("f32", Dtype::F32), ("bf16", Dtype::Bf16)];
@@ -17,6 +18,9 @@ const OBJECTIVES: &[(&str, Objective)] =
     &[("tokens", Objective::Tokens), ("target", Objective::Target), ("target_variation", Objective::TargetVariation)];
 const SCHEDULES: &[(&str, Schedule)] =
     &[("constant", Schedule::Constant), ("linear", Schedule::Linear), ("cosine", Schedule::Cosine), ("wsd", Schedule::Wsd)];
+const FAN_OUTS: &[(&str, FanOut)] =
+    &[("rectangle", FanOut::Rectangle), ("best_first", FanOut::BestFirst), ("geometric", FanOut::Geometric)];
+const DRAFTS: &[(&str, Drafts)] = &[("point", Drafts::Point), ("sampled", Drafts::Sampled)];
 const DECODERS: &[(&str, Decoder)] =
     &[("autoregressive", Decoder::Autoregressive), ("lockstep", Decoder::Lockstep), ("asynchronous", Decoder::Asynchronous)];
 
@@ -24,11 +28,7 @@ const DECODERS: &[(&str, Decoder)] =
 pub(crate) fn validate(typed: &typed::Recipe, file: &Path) -> Result<Recipe, RecipeError> {
     let whole_file = whole_file(file);
     let name = required(&typed.name, &whole_file)?;
-    let is_fine = |it: char| it.is_ascii_alphanumeric() || "-_.".contains(it);
-    if name.value.is_empty() || name.value.starts_with('.') || !name.value.chars().all(is_fine) {
-        let fault = "must be letters, digits, `-`, `_` and `.`, the first not a `.`";
-        return Err(bad(typed.name.key, &name.place, fault));
-    }
+    checked_name(typed.name.key, name)?;
     let drafter = drafter(&typed.drafter, &whole_file)?;
     let train = train(&typed.train, drafter.block_size, &whole_file)?;
     Ok(Recipe {
@@ -44,6 +44,15 @@ pub(crate) fn validate(typed: &typed::Recipe, file: &Path) -> Result<Recipe, Rec
         train,
         file: file.to_path_buf(),
     })
+}
+
+/// Whether a name can be that of a folder and stand in tables.
+pub(crate) fn checked_name(key: &str, name: &Written<String>) -> Result<(), RecipeError> {
+    let is_fine = |it: char| it.is_ascii_alphanumeric() || "-_.".contains(it);
+    if name.value.is_empty() || name.value.starts_with('.') || !name.value.chars().all(is_fine) {
+        return Err(bad(key, &name.place, "must be letters, digits, `-`, `_` and `.`, the first not a `.`"));
+    }
+    Ok(())
 }
 
 fn target(section: &Section<typed::Target>, whole_file: &Place) -> Result<Target, RecipeError> {
@@ -216,7 +225,9 @@ fn prune(section: &Section<typed::Prune>, train: &Train) -> Result<Prune, Recipe
 }
 
 fn evaluate(fields: &typed::Evaluate) -> Result<Evaluate, RecipeError> {
-    let benchmarks = benchmarks(&fields.benchmarks)?;
+    let folder = &fields.benchmark_folder;
+    let benchmark_folder = folder.written.as_ref().map(|written| paths::folder(folder.key, written)).transpose()?;
+    let benchmarks = benchmarks(&fields.benchmarks, benchmark_folder.as_deref())?;
     if let (Some(every), true) = (&fields.every.written, benchmarks.is_empty()) {
         return Err(bad(
             fields.every.key,
@@ -224,32 +235,119 @@ fn evaluate(fields: &typed::Evaluate) -> Result<Evaluate, RecipeError> {
             "scores checkpoints, but `evaluate.benchmarks` names nothing to score them on",
         ));
     }
+    let (concurrency, hardware) = (count(&fields.concurrency, 1)?, hardware::load(&fields.hardware)?);
+    if let (Some(written), 2.., false) = (&fields.hardware.written, concurrency, hardware.is_empty()) {
+        let fault =
+            format!("times texts that are decoded one at a time, but `evaluate.concurrency` is {concurrency}; keep one of them");
+        return Err(bad(fields.hardware.key, &written.place, &fault));
+    }
+    let fan_out = choice(&fields.fan_out, FanOut::Rectangle, FAN_OUTS)?;
+    // As long as the set that asks for most.
+    let max_new_tokens = benchmarks.iter().filter_map(|benchmark| Some(benchmark.preset?.max_new_tokens)).max();
     Ok(Evaluate {
         benchmarks,
+        benchmark_folder,
         decoders: decoders(&fields.decoders)?,
+        fan_out,
         positions: count(&fields.positions, 11)?,
         candidates: count(&fields.candidates, 2)?,
+        budget: budget(&fields.budget, fan_out)?,
+        concurrency,
         limit: optional_count(&fields.limit)?,
         every: optional_count(&fields.every)?,
-        max_new_tokens: count(&fields.max_new_tokens, 2048)?,
+        max_new_tokens: count(&fields.max_new_tokens, max_new_tokens.unwrap_or(2048))?,
         temperature: not_negative(&fields.temperature, 0.0)?,
         top_p: share(&fields.top_p, 1.0)?,
         top_k: any(&fields.top_k, 0),
+        hardware,
+        drafts: drafts(fields)?,
     })
 }
 
-fn benchmarks(field: &Field<Vec<Written<String>>>) -> Result<Vec<Benchmark>, RecipeError> {
+fn budget(field: &Field<Budget>, fan_out: FanOut) -> Result<Option<Budget>, RecipeError> {
+    match (&field.written, fan_out) {
+        (None, FanOut::Rectangle) => Ok(None),
+        (Some(written), FanOut::Rectangle) => Err(bad(
+            field.key,
+            &written.place,
+            "cannot stand beside `evaluate.fan_out = \"rectangle\"`, whose size is `evaluate.positions` and `evaluate.candidates`; leave it \
+             out or choose `best_first` or `geometric`",
+        )),
+        (_, FanOut::BestFirst | FanOut::Geometric) => {
+            let is_some = |budget: &Budget| match budget {
+                Budget::Blocks(blocks) => *blocks >= 1,
+                Budget::Auto => true,
+                Budget::Milliseconds(milliseconds) => *milliseconds > 0.0,
+            };
+            checked(field, Budget::Blocks(24), is_some, "must be at least 1 block or more than 0 ms").map(Some)
+        }
+    }
+}
+
+fn drafts(fields: &typed::Evaluate) -> Result<Drafts, RecipeError> {
+    let drafts = choice(&fields.drafts, Drafts::Point, DRAFTS)?;
+    match &fields.drafts.written {
+        Some(written) if drafts == Drafts::Sampled && not_negative(&fields.temperature, 0.0)? == 0.0 => {
+            let fault = "cannot be `sampled` while `evaluate.temperature` is 0, where nothing is left to chance; \
+                         raise the temperature or take `point`";
+            Err(bad(fields.drafts.key, &written.place, fault))
+        }
+        _ => Ok(drafts),
+    }
+}
+
+/// A known name always means the preset, whatever files there are, so that a recipe means the same wherever it is run; a file of that
+/// name is reached as `./NAME`. Everything else is a path.
+fn benchmarks(field: &Field<Vec<Written<String>>>, folder: Option<&Path>) -> Result<Vec<Benchmark>, RecipeError> {
     let mut benchmarks: Vec<Benchmark> = Vec::new();
     for written in field.written.iter().flat_map(|written| &written.value) {
-        let path = paths::file(field.key, written)?;
-        let name = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
-        if benchmarks.iter().any(|other| other.name == name) {
-            let fault = format!("names two files `{name}`, which scores could not tell apart; rename one");
+        let benchmark = match preset(&written.value) {
+            Some(preset) => local_copy(field.key, written, preset, folder)?,
+            None => own_file(field.key, written)?,
+        };
+        if benchmarks.iter().any(|other| other.name == benchmark.name) {
+            let fault = format!("names two benchmarks `{}`, which scores could not tell apart; rename a file", benchmark.name);
             return Err(bad(field.key, &written.place, &fault));
         }
-        benchmarks.push(Benchmark { name, path });
+        benchmarks.push(benchmark);
     }
     Ok(benchmarks)
+}
+
+fn local_copy(
+    key: &str,
+    written: &Written<String>,
+    preset: &'static Preset,
+    folder: Option<&Path>,
+) -> Result<Benchmark, RecipeError> {
+    let (name, file, contents) = (&preset.name, preset.file_name(), preset.contents());
+    let Some(folder) = folder else {
+        let fault = format!(
+            "names `{name}`, but not where its local copy is: set `evaluate.benchmark_folder` to a folder with `{file}`, which is \
+             {contents}"
+        );
+        return Err(bad(key, &written.place, &fault));
+    };
+    let path = folder.join(file);
+    if !path.is_file() {
+        let fault = format!("names `{name}`, but there is no local copy of it: put {contents} there as `{}`", path.display());
+        return Err(bad(key, &written.place, &fault));
+    }
+    Ok(Benchmark { name: name.clone(), path, preset: Some(preset) })
+}
+
+fn own_file(key: &'static str, written: &Written<String>) -> Result<Benchmark, RecipeError> {
+    let path = paths::file(key, written).map_err(|error| match error {
+        RecipeError::NoFile { path, .. } => {
+            let known: Vec<String> = presets().iter().map(|preset| format!("`{}`", preset.name)).collect();
+            let fault =
+                format!("names no file, `{}` is not there, and no benchmark that is known: {}", path.display(), known.join(", "));
+            bad(key, &written.place, &fault)
+        }
+        error => error,
+    })?;
+    let name = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+    Ok(Benchmark { name, path, preset: None })
 }
 
 fn decoders(field: &Field<Vec<Written<String>>>) -> Result<Vec<Decoder>, RecipeError> {
@@ -370,6 +468,6 @@ fn whole_file(file: &Path) -> Place {
     Place::new(&Arc::new(source), None)
 }
 
-fn bad(key: &str, place: &Place, fault: &str) -> RecipeError {
+pub(crate) fn bad(key: &str, place: &Place, fault: &str) -> RecipeError {
     RecipeError::BadValue { at: place.clone(), key: key.to_string(), fault: fault.to_string() }
 }

@@ -88,6 +88,17 @@ pub fn sha256_hex(bytes: impl AsRef<[u8]>) -> String {
     format!("{:x}", Sha256::digest(bytes))
 }
 
+/// The SHA-256 of a file's bytes, in the same form; the file need not fit in memory.
+///
+/// # Errors
+/// When the file cannot be read; the message names it.
+pub fn sha256_of_file(path: &Path) -> io::Result<String> {
+    let mut hash = Sha256::new();
+    let copied = File::open(path).and_then(|mut file| io::copy(&mut file, &mut hash));
+    copied.map_err(|error| name_path(path, &error))?;
+    Ok(format!("{:x}", hash.finalize()))
+}
+
 /// Puts the path into the message of an error of the standard library, which leaves it out.
 pub(crate) fn name_path(path: &Path, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("`{}`: {error}", path.display()))

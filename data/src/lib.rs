@@ -1,11 +1,13 @@
-//! Everything between prompt files and token ids: requests, responses, tokenizer and chat template, supervision, and the
+//! Everything between prompt files and token ids: requests, benchmarks, responses, tokenizer and chat template, supervision, and the
 //! manifests that say which stage is done. Never links libtorch.
 
+pub mod benchmarks;
 pub mod chat;
 pub mod files;
 pub mod gguf;
 pub mod manifest;
 pub mod prompts;
 pub mod responses;
+pub mod sample;
 pub mod supervision;
 pub mod tokenizer;

@@ -1,7 +1,7 @@
 //! Prompt files to requests: JSON Lines in the dialects that people have, read line by line, each row either used or
 //! rejected with its file, line and reason. Rows read are always requests plus rejected rows.
 
-mod row;
+pub(crate) mod row;
 
 use crate::files::{name_path, sha256_hex, write_atomically};
 use serde::{Deserialize, Serialize};
@@ -85,15 +85,38 @@ pub fn read(paths: &[PathBuf]) -> Result<Prompts, PromptError> {
     for path in paths {
         read_file(path, &mut prompts)?;
     }
-    prompts.duplicate_ids = make_ids_unique(&mut prompts.requests);
+    prompts.duplicate_ids = make_ids_unique(prompts.requests.iter_mut().map(|request| &mut request.id).collect());
     Ok(prompts)
 }
 
 fn read_file(path: &Path, prompts: &mut Prompts) -> Result<(), PromptError> {
+    let rows = read_rows(path, row::parse)?;
+    prompts.rows_read += rows.used.len() + rows.rejected.len();
+    for (line, row) in rows.used {
+        let id = row.id.clone().unwrap_or_else(|| content_hash(&row.messages));
+        prompts.requests.push(request(path, line, id, row));
+    }
+    prompts.rejected.extend(rows.rejected);
+    Ok(())
+}
+
+/// The request of a row at a place.
+pub(crate) fn request(path: &Path, line: usize, id: String, row: row::Row) -> Request {
+    let file_name = || path.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+    Request { id, messages: row.messages, source: row.source.unwrap_or_else(file_name), file: path.display().to_string(), line }
+}
+
+/// The rows of a file: what could be used, with its line, and what could not.
+pub(crate) struct Rows<T> {
+    pub(crate) used: Vec<(usize, T)>,
+    pub(crate) rejected: Vec<Rejected>,
+}
+
+/// Reads a file line by line; the error of `parse` is the reason for which a row is rejected.
+pub(crate) fn read_rows<T>(path: &Path, parse: impl Fn(&[u8]) -> Result<T, String>) -> Result<Rows<T>, PromptError> {
     let read_error = |error| PromptError::Read(name_path(path, &error));
-    let file_name = path.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
     let mut reader = BufReader::new(File::open(path).map_err(read_error)?);
-    let (requests_before, rejected_before) = (prompts.requests.len(), prompts.rejected.len());
+    let mut rows = Rows { used: Vec::new(), rejected: Vec::new() };
     let mut line = Vec::new();
     let mut line_number = 0;
     loop {
@@ -107,16 +130,9 @@ fn read_file(path: &Path, prompts: &mut Prompts) -> Result<(), PromptError> {
         if bytes.is_empty() {
             continue;
         }
-        prompts.rows_read += 1;
-        match row::parse(bytes) {
-            Ok(row) => prompts.requests.push(Request {
-                id: row.id.unwrap_or_else(|| content_hash(&row.messages)),
-                messages: row.messages,
-                source: row.source.unwrap_or_else(|| file_name.clone()),
-                file: path.display().to_string(),
-                line: line_number,
-            }),
-            Err(reason) => prompts.rejected.push(Rejected {
+        match parse(bytes) {
+            Ok(row) => rows.used.push((line_number, row)),
+            Err(reason) => rows.rejected.push(Rejected {
                 file: path.display().to_string(),
                 line: line_number,
                 reason,
@@ -124,14 +140,14 @@ fn read_file(path: &Path, prompts: &mut Prompts) -> Result<(), PromptError> {
             }),
         }
     }
-    if prompts.requests.len() > requests_before {
-        return Ok(());
+    if !rows.used.is_empty() {
+        return Ok(rows);
     }
-    match prompts.rejected.get(rejected_before) {
+    match rows.rejected.first() {
         None => Err(PromptError::NoRows { path: path.into() }),
         Some(first) => Err(PromptError::AllRejected {
             path: path.into(),
-            rows: prompts.rejected.len() - rejected_before,
+            rows: rows.rejected.len(),
             line: first.line,
             reason: first.reason.clone(),
         }),
@@ -143,9 +159,9 @@ fn without_byte_order_mark(line: &[u8]) -> &[u8] {
 }
 
 /// Roles and contents, each with its length before it, so that no two chats join to the same bytes.
-fn content_hash(messages: &[Message]) -> String {
+pub(crate) fn content_hash<'m>(messages: impl IntoIterator<Item = &'m Message>) -> String {
     let mut bytes = Vec::new();
-    for text in messages.iter().flat_map(|message| [&message.role, &message.content]) {
+    for text in messages.into_iter().flat_map(|message| [&message.role, &message.content]) {
         bytes.extend_from_slice(&(text.len() as u64).to_le_bytes());
         bytes.extend_from_slice(text.as_bytes());
     }
@@ -153,12 +169,12 @@ fn content_hash(messages: &[Message]) -> String {
 }
 
 /// Appends `#2`, `#3` and so on to ids that occur again, and says how many were changed.
-fn make_ids_unique(requests: &mut [Request]) -> usize {
-    let mut taken: HashSet<String> = requests.iter().map(|request| request.id.clone()).collect();
+pub(crate) fn make_ids_unique(ids: Vec<&mut String>) -> usize {
+    let mut taken: HashSet<String> = ids.iter().map(|id| id.to_string()).collect();
     let mut occurrences: HashMap<String, usize> = HashMap::new();
     let mut duplicates = 0;
-    for request in requests {
-        let occurrence = occurrences.entry(request.id.clone()).or_insert(0);
+    for id in ids {
+        let occurrence = occurrences.entry(id.clone()).or_insert(0);
         *occurrence += 1;
         if *occurrence == 1 {
             continue;
@@ -166,13 +182,13 @@ fn make_ids_unique(requests: &mut [Request]) -> usize {
         duplicates += 1;
         // A row may have been given the id `a#2` by its author; then the second `a` becomes `a#3`.
         let unique = loop {
-            let candidate = format!("{}#{occurrence}", request.id);
+            let candidate = format!("{id}#{occurrence}");
             if taken.insert(candidate.clone()) {
                 break candidate;
             }
             *occurrence += 1;
         };
-        request.id = unique;
+        *id = unique;
     }
     duplicates
 }

@@ -16,6 +16,10 @@ pub mod purpose {
     pub const SAMPLING: u64 = 3;
     /// Resampling in bootstrap intervals; counters are the caller's.
     pub const BOOTSTRAP: u64 = 4;
+    /// Tokens drawn from the drafter; counters: response, position.
+    pub const DRAFTING: u64 = 5;
+    /// Whether a drawn draft is accepted, and the token put in its place if not; counters: response, position.
+    pub const ACCEPTANCE: u64 = 6;
 }
 
 /// One response as the drafter is trained on it.

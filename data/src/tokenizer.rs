@@ -2,6 +2,9 @@
 //! same tokenizer, which can be written out as a `tokenizer.json`.
 
 mod from_gguf;
+mod stream;
+
+pub use stream::TextStream;
 
 use crate::files::sha256_hex;
 use crate::gguf::{GgufError, GgufFile};

@@ -142,6 +142,10 @@ fn impossible_values_are_refused() {
         ("prune.temperature=0", "must be greater than 0, not `0`"),
         ("evaluate.positions=0", "must be at least 1, not `0`"),
         ("evaluate.candidates=0", "must be at least 1, not `0`"),
+        ("evaluate.fan_out=tree", "must be one of `rectangle`, `best_first`, `geometric`, not `tree`"),
+        ("evaluate.budget=often", "must be a number of blocks, \"auto\" or a time such as \"8 ms\", not the string `\"often\"`"),
+        ("evaluate.budget=8 s", "must be a number of blocks, \"auto\" or a time such as \"8 ms\", not the string `\"8 s\"`"),
+        ("evaluate.budget=1.5", "must be a number of blocks, \"auto\" or a time such as \"8 ms\", not the float `1.5`"),
         ("evaluate.decoders=[]", "must name at least one decoder"),
         ("evaluate.decoders=[\"lockstep\", \"lockstep\"]", "names `lockstep` twice"),
         ("evaluate.decoders=[\"tree\"]", "must be one of `autoregressive`, `lockstep`, `asynchronous`, not `tree`"),
@@ -152,6 +156,12 @@ fn impossible_values_are_refused() {
         let message = folder.message(MINIMAL, &[setting]);
         assert_eq!(message.lines().next().unwrap(), format!("--set {setting}: `{key}` {says}"));
     }
+    for (budget, shown) in [("0", "0"), ("0 ms", "0 ms"), ("-1ms", "-1 ms")] {
+        let setting = format!("evaluate.budget={budget}");
+        let message = folder.message(MINIMAL, &["evaluate.fan_out=best_first", &setting]);
+        let says = format!("--set {setting}: `evaluate.budget` must be at least 1 block or more than 0 ms, not `{shown}`");
+        assert_eq!(message.lines().next().unwrap(), says);
+    }
     assert_eq!(
         folder.message(MINIMAL, &["drafter.layers=[0]", "drafter.keep_layers=1"]).lines().next().unwrap(),
         "--set drafter.keep_layers=1: `drafter.keep_layers` cannot stand beside `drafter.layers`; keep one of them"
@@ -159,7 +169,7 @@ fn impossible_values_are_refused() {
     folder.write("more/gsm8k.jsonl", "");
     assert_eq!(
         folder.message(&format!("{MINIMAL}[evaluate]\nbenchmarks = [\"gsm8k.jsonl\", \"more/gsm8k.jsonl\"]"), &[]),
-        "recipe.toml:18:30: `evaluate.benchmarks` names two files `gsm8k`, which scores could not tell apart; rename one\n\
+        "recipe.toml:18:30: `evaluate.benchmarks` names two benchmarks `gsm8k`, which scores could not tell apart; rename a file\n\
          18 | benchmarks = [\"gsm8k.jsonl\", \"more/gsm8k.jsonl\"]\n   |                              ^^^^^^^^^^^^^^^^^^"
     );
 }
@@ -189,6 +199,36 @@ fn absent_files_are_named() {
         "cannot read recipe `absent.toml`: No such file or directory (os error 2); named by `extends` at recipe.toml:1:11\n\
          1 | extends = \"absent.toml\"\n  |           ^^^^^^^^^^^^^"
     );
+}
+
+#[test]
+fn benchmarks_that_are_not_there_are_named_with_what_to_do() {
+    let folder = Folder::new();
+    let message = |evaluate: &str| folder.message(&format!("{MINIMAL}[evaluate]\n{evaluate}"), &[]);
+    assert_eq!(
+        message("benchmarks = [\"aime25\"]"),
+        "recipe.toml:18:15: `evaluate.benchmarks` names `aime25`, but not where its local copy is: set `evaluate.benchmark_folder` to a \
+         folder with `aime25.jsonl`, which is the file `test.jsonl` of the hub dataset `math-ai/aime25` (licence Apache-2.0)\n\
+         18 | benchmarks = [\"aime25\"]\n   |               ^^^^^^^^"
+    );
+    folder.write("copies/gsm8k.jsonl", "");
+    assert_eq!(
+        message("benchmark_folder = \"copies\"\nbenchmarks = [\"gsm8k\", \"aime25\"]").lines().next().unwrap(),
+        "recipe.toml:19:24: `evaluate.benchmarks` names `aime25`, but there is no local copy of it: put the file `test.jsonl` of the hub \
+         dataset `math-ai/aime25` (licence Apache-2.0) there as `copies/aime25.jsonl`"
+    );
+    assert_eq!(
+        message("benchmarks = [\"gsm8\"]").lines().next().unwrap(),
+        "recipe.toml:18:15: `evaluate.benchmarks` names no file, `gsm8` is not there, and no benchmark that is known: `gsm8k`, `math500`, \
+         `aime25`, `humaneval`, `mbpp`, `livecodebench`, `mt-bench`"
+    );
+    assert_eq!(
+        message("benchmark_folder = \"copy\"").lines().next().unwrap(),
+        "recipe.toml:18:20: `evaluate.benchmark_folder`: no folder `copy`"
+    );
+    // A preset and a file of its name would be one column.
+    let both = message("benchmark_folder = \"copies\"\nbenchmarks = [\"gsm8k\", \"gsm8k.jsonl\"]");
+    assert!(both.contains("names two benchmarks `gsm8k`, which scores could not tell apart; rename a file"), "{both}");
 }
 
 #[test]

@@ -5,27 +5,38 @@ use serde_json::{Map, Value};
 
 /// What a usable row says.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Row {
-    pub(super) id: Option<String>,
-    pub(super) messages: Vec<Message>,
-    pub(super) source: Option<String>,
+pub(crate) struct Row {
+    pub(crate) id: Option<String>,
+    pub(crate) messages: Vec<Message>,
+    pub(crate) source: Option<String>,
 }
 
 /// The fields that can hold the prompt, in the order in which they are looked for.
-const PROMPT_FIELDS: [&str; 7] = ["messages", "conversations", "prompt", "question", "instruction", "turns", "text"];
+pub(crate) const PROMPT_FIELDS: [&str; 7] = ["messages", "conversations", "prompt", "question", "instruction", "turns", "text"];
 
 /// Parses a line; the error is the reason for which the row is rejected.
 pub(super) fn parse(line: &[u8]) -> Result<Row, String> {
+    let fields = fields(line)?;
+    with_messages(&fields, messages(&fields)?)
+}
+
+/// The fields of a line.
+pub(crate) fn fields(line: &[u8]) -> Result<Map<String, Value>, String> {
     let text = std::str::from_utf8(line).map_err(|error| format!("not UTF-8: {error}"))?;
     let value: Value = serde_json::from_str(text).map_err(|error| format!("not JSON: {error}"))?;
     let Value::Object(fields) = value else { return Err("not a JSON object".to_owned()) };
-    let id = ["id", "question_id", "task_id"].into_iter().find_map(|name| identifier(fields.get(name)?));
-    let source = fields.get("source").and_then(Value::as_str).filter(|source| !source.is_empty()).map(str::to_owned);
-    let messages = as_request(messages(&fields)?)?;
-    Ok(Row { id, messages, source })
+    Ok(fields)
 }
 
-fn identifier(value: &Value) -> Option<String> {
+/// The row with these fields, once `messages` are found to be a chat that can be answered.
+pub(crate) fn with_messages(fields: &Map<String, Value>, messages: Vec<Message>) -> Result<Row, String> {
+    let id = ["id", "question_id", "task_id"].into_iter().find_map(|name| identifier(fields.get(name)?));
+    let source = fields.get("source").and_then(Value::as_str).filter(|source| !source.is_empty()).map(str::to_owned);
+    Ok(Row { id, messages: as_request(messages)?, source })
+}
+
+/// A text or a number as a name.
+pub(crate) fn identifier(value: &Value) -> Option<String> {
     match value {
         Value::String(text) if !text.is_empty() => Some(text.clone()),
         Value::Number(number) => Some(number.to_string()),
@@ -34,7 +45,7 @@ fn identifier(value: &Value) -> Option<String> {
 }
 
 /// Finds the prompt of a row. A field that is null is as good as absent: tables with several dialects have them.
-fn messages(fields: &Map<String, Value>) -> Result<Vec<Message>, String> {
+pub(crate) fn messages(fields: &Map<String, Value>) -> Result<Vec<Message>, String> {
     let present = |name: &str| fields.get(name).filter(|value| !value.is_null());
     let Some((name, value)) = PROMPT_FIELDS.into_iter().find_map(|name| Some((name, present(name)?))) else {
         return Err(format!("no prompt field; one of `{}` is needed", PROMPT_FIELDS.join("`, `")));
@@ -61,7 +72,8 @@ fn messages(fields: &Map<String, Value>) -> Result<Vec<Message>, String> {
     }
 }
 
-fn user(content: String) -> Message {
+/// A message by the user.
+pub(crate) fn user(content: String) -> Message {
     Message { role: "user".to_owned(), content }
 }
 
