@@ -1,6 +1,6 @@
 //! A block drafter: one forward takes in clean tokens and writes any number of blocks behind them.
 //!
-//! Everything that drafts goes through [`Drafter::draft`]: the prefill (clean tokens alone), a lockstep round (what the last round
+//! Everything that drafts goes through [`Drafter::draft`] or its sibling [`Drafter::draft_drawn`]: the prefill (clean tokens alone), a lockstep round (what the last round
 //! committed, and one block), a pack (the block under verification as clean tokens, and all continuations) and replay (one block in
 //! each of many lanes).
 //!
@@ -8,10 +8,14 @@
 
 use configs::Labels;
 use model::{BlockPattern, CachedAttention, KvCache, Piece, Transformer};
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 use torch::TorchError;
 
-use crate::fan_out::Draft;
+use crate::fan_out::{Candidate, Draft};
+use crate::sampling::{Distributions, Sampler, TokenPlace};
+
+/// Probabilities that are drawn from in one go.
+const DRAWN_AT_ONCE: usize = 1 << 22;
 
 /// A transformer that fills blocks of masks.
 pub struct Drafter {
@@ -22,6 +26,9 @@ pub struct Drafter {
     pub labels: Labels,
     /// Whether the anchor sees the masks of its block.
     pub anchor_sees_block: bool,
+    /// For each used slot the temperature that makes its probabilities honest; empty leaves them as they are. What is drafted, and by what
+    /// distributions, does not depend on it, only which outcomes a fan-out thinks likely.
+    pub temperatures: Vec<f32>,
 }
 
 /// A block to draft: slot 0 holds the anchor, the other slots hold masks.
@@ -61,12 +68,43 @@ impl Drafter {
     /// # Errors
     /// What libtorch refuses, such as a token outside the vocabulary or work that does not fit into the cache.
     pub fn draft(&self, cache: &mut KvCache, work: &[LaneWork<'_>], ranked: usize) -> Result<Vec<Draft>, TorchError> {
+        self.drafts(cache, work, ranked, None)
+    }
+
+    /// As [`Drafter::draft`], but tokens are drawn from the distributions that `sampler` makes of their slots' logits, each slot for
+    /// itself, and drafts keep these distributions. `firsts` says for each block, lane by lane, which token its first slot drafts.
+    ///
+    /// # Errors
+    /// As [`Drafter::draft`].
+    pub fn draft_drawn(
+        &self,
+        cache: &mut KvCache,
+        work: &[LaneWork<'_>],
+        ranked: usize,
+        sampler: &Sampler,
+        firsts: &[TokenPlace],
+    ) -> Result<Vec<Draft>, TorchError> {
+        self.drafts(cache, work, ranked, Some((sampler, firsts)))
+    }
+
+    fn drafts(
+        &self,
+        cache: &mut KvCache,
+        work: &[LaneWork<'_>],
+        ranked: usize,
+        draws: Option<(&Sampler, &[TokenPlace])>,
+    ) -> Result<Vec<Draft>, TorchError> {
         let drafts = torch::guarded("drafting", || {
             let (logits_rv, blocks) = self.logits(cache, work)?;
             let ranked = (ranked.max(1) as i64).min(self.model.config.vocab_size);
-            let (_, best) = logits_rv.topk(ranked, -1, true, true);
-            let best: Vec<Vec<u32>> = torch::to_ids(&best).chunks(ranked as usize).map(<[u32]>::to_vec).collect();
-            Some(best.chunks(best.len() / blocks).map(|slots| self.to_draft(slots)).collect())
+            let drawn = draws.map(|(sampler, firsts)| self.draw(&logits_rv, sampler, firsts));
+            let best = self.best(&logits_rv, ranked, drawn.as_ref());
+            let mut drafts: Vec<Draft> = best.chunks(best.len() / blocks).map(|slots| self.to_draft(slots)).collect();
+            for (draft, drawn) in drafts.iter_mut().zip(drawn.into_iter().flatten()) {
+                draft.tokens = drawn.tokens;
+                draft.drawn_from = Some(drawn.from);
+            }
+            Some(drafts)
         })?;
         for lane in work {
             cache.set_length(lane.lane, cache.length(lane.lane) + lane.clean.len());
@@ -117,14 +155,95 @@ impl Drafter {
         }
     }
 
-    /// Reads a block's slots, best tokens first, by the label convention.
-    fn to_draft(&self, slots: &[Vec<u32>]) -> Draft {
+    /// Draws the verified slots of each block.
+    fn draw(&self, logits_rv: &Tensor, sampler: &Sampler, firsts: &[TokenPlace]) -> Vec<Drawn> {
+        let vocabulary = logits_rv.size()[1];
+        let verified = self.block_size - 1;
+        let logits_bsv = logits_rv.view([firsts.len() as i64, -1, vocabulary]).narrow(1, 0, verified as i64);
+        // Some blocks at a time, so that what drawing needs for a while is small beside the logits.
+        let at_once = (DRAWN_AT_ONCE / (verified * vocabulary as usize)).max(1);
+        let mut drawn = Vec::with_capacity(firsts.len());
+        for firsts in firsts.chunks(at_once) {
+            let logits_rv = logits_bsv.narrow(0, drawn.len() as i64, firsts.len() as i64).reshape([-1, vocabulary]);
+            let from_rv = sampler.probabilities(&logits_rv);
+            let slot = |first: &TokenPlace, slot| TokenPlace { position: first.position + slot, ..*first };
+            let places: Vec<TokenPlace> = firsts.iter().flat_map(|first| (0..verified).map(move |it| slot(first, it))).collect();
+            let tokens = sampler.draw_drafts(&from_rv, &places);
+            for (block, tokens) in tokens.chunks(verified).enumerate() {
+                let from_sv = from_rv.narrow(0, (block * verified) as i64, verified as i64);
+                drawn.push(Drawn { tokens: tokens.to_vec(), from: Distributions::new(from_sv) });
+            }
+        }
+        drawn
+    }
+
+    /// The `ranked` likeliest tokens of each row, and behind them the one drawn if it is not among them.
+    fn best(&self, logits_rv: &Tensor, ranked: i64, drawn: Option<&Vec<Drawn>>) -> Vec<Vec<Candidate>> {
+        let (values, tokens) = logits_rv.topk(ranked, -1, true, true);
+        let (values, tokens, width) = match drawn {
+            None => (values, tokens, ranked),
+            Some(drawn) => {
+                let drawn_r1 = self.drawn_column(drawn, &tokens);
+                let drawn_values_r1 = logits_rv.gather(1, &drawn_r1, false);
+                (Tensor::cat(&[values, drawn_values_r1], 1), Tensor::cat(&[tokens, drawn_r1], 1), ranked + 1)
+            }
+        };
+        let ranked = ranked as usize;
+        let mut candidates: Vec<Vec<Candidate>> =
+            self.candidates(logits_rv, values, &tokens, ranked).chunks(width as usize).map(<[Candidate]>::to_vec).collect();
+        for slot in &mut candidates {
+            if slot[..ranked].iter().any(|candidate| slot.last().is_some_and(|drawn| drawn.token == candidate.token)) {
+                slot.truncate(ranked);
+            }
+        }
+        candidates
+    }
+
+    /// The drawn tokens as a column `[R, 1]`, with the likeliest token where none was drawn: in the slot that guesses the bonus token.
+    fn drawn_column(&self, drawn: &[Drawn], best_rk: &Tensor) -> Tensor {
+        let blocks = drawn.len() as i64;
+        let tokens: Vec<u32> = drawn.iter().flat_map(|block| block.tokens.iter().copied()).collect();
+        let drawn_bs = torch::ids_tensor(&tokens, best_rk.device()).view([blocks, -1]);
+        let best_bs = best_rk.narrow(1, 0, 1).reshape([blocks, -1]);
+        let bonus = best_bs.size()[1] - drawn_bs.size()[1];
+        let bonus_bs = best_bs.narrow(1, drawn_bs.size()[1], bonus);
+        Tensor::cat(&[drawn_bs, bonus_bs], 1).view([-1, 1])
+    }
+
+    /// Tokens with their logits `[R, K]` as candidates, row by row.
+    fn candidates(&self, logits_rv: &Tensor, values: Tensor, tokens: &Tensor, ranked: usize) -> Vec<Candidate> {
+        let tokens = torch::to_ids(tokens);
+        if ranked == 1 {
+            // Nobody picks from these.
+            return tokens.into_iter().map(|token| Candidate { token, probability: 1.0 }).collect();
+        }
+        let probabilities = if self.temperatures.is_empty() {
+            (values - logits_rv.logsumexp([-1_i64].as_slice(), true)).exp()
+        } else {
+            let slots = self.temperatures.len() as i64;
+            let temperatures_r1 = Tensor::from_slice(&self.temperatures).to_device(logits_rv.device());
+            let temperatures_r1 = temperatures_r1.repeat([logits_rv.size()[0] / slots]).unsqueeze(1);
+            (values / &temperatures_r1 - (logits_rv / &temperatures_r1).logsumexp([-1_i64].as_slice(), true)).exp()
+        };
+        let probabilities = torch::to_f32s(&probabilities.to_kind(Kind::Float));
+        tokens.into_iter().zip(probabilities).map(|(token, probability)| Candidate { token, probability }).collect()
+    }
+
+    /// Reads a block's slots, likeliest tokens first, by the label convention.
+    fn to_draft(&self, slots: &[Vec<Candidate>]) -> Draft {
         let (verified, bonus) = match self.labels {
             Labels::InPlace => (slots, None),
             Labels::Next => (&slots[..slots.len() - 1], slots.last().cloned()),
         };
-        Draft { tokens: verified.iter().map(|best| best[0]).collect(), ranked: verified.to_vec(), bonus }
+        let tokens = verified.iter().map(|best| best[0].token).collect();
+        Draft { tokens, ranked: verified.to_vec(), bonus, drawn_from: None }
     }
+}
+
+/// The tokens drawn for a block, and the distributions they were drawn from.
+struct Drawn {
+    tokens: Vec<u32>,
+    from: Distributions,
 }
 
 /// Which rows of a lane's work see which, row-major: clean rows are causal; a block sees its context, and itself by its pattern.

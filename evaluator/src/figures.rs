@@ -1,12 +1,14 @@
 //! The figures of a run's report: picks the data out of metrics, ledger and scores, and titles each figure with what it
 //! shows. A function returns nothing (or an empty list) when the run holds no data for its figure.
 
+mod by_benchmark;
 mod charts;
 
 use std::collections::BTreeMap;
 
 use serde_json::Value;
 
+pub(crate) use self::by_benchmark::by_benchmark;
 use self::charts::{Bar, BarChart, LineChart, RowBar, RowChart, Series, Span, Timeline};
 use crate::report::TimelineRound;
 use crate::svg::{escape, is_drawable, short};
@@ -67,6 +69,53 @@ fn accepted_shares(score: &Value) -> Vec<f64> {
         .map(|(sum, rounds)| if *rounds > 0.0 { sum / rounds } else { f64::NAN })
         .take_while(|share| !share.is_nan())
         .collect()
+}
+
+/// How often a checkpoint's rounds would find their draft ready over the continuations that they may have, one line a fan-out.
+pub(crate) fn hit_rates(score: &Value) -> Option<String> {
+    let fan_outs = score["hit_rate_by_blocks"].as_object()?;
+    let mut series = Vec::new();
+    let mut rounds = 0.0_f64;
+    for (style, (name, sizes)) in fan_outs.iter().enumerate() {
+        let sizes = sizes.as_array().map(Vec::as_slice).unwrap_or_default();
+        let point =
+            |size: &Value| Some((number(size, "blocks")?, number(size, "hit_rate").filter(|rate| (0.0..=1.0).contains(rate))?));
+        let mut points: Vec<(f64, f64)> = sizes.iter().filter_map(point).filter(|(blocks, _)| is_drawable(*blocks)).collect();
+        points.sort_by(|one, other| one.0.total_cmp(&other.0));
+        rounds = sizes.iter().filter_map(|size| number(size, "rounds")).fold(rounds, f64::max);
+        if !points.is_empty() {
+            series.push(Series { name: words(name), style, points });
+        }
+    }
+    let ends: Vec<String> = series
+        .iter()
+        .filter_map(|line| {
+            Some(format!("{} {} → {}", line.name, percent(line.points.first()?.1), percent(line.points.last()?.1)))
+        })
+        .collect();
+    let best = |line: &&Series| line.points.last().map_or(0.0, |point| point.1);
+    let first = series.iter().max_by(|one, other| best(one).total_cmp(&best(other)))?;
+    let (blocks, rate) = *first.points.last()?;
+    let checkpoint = checkpoint_name(score);
+    let title = format!(
+        "{checkpoint}: {} has a continuation ready for {} of outcomes with {} blocks",
+        first.name,
+        percent(rate),
+        short(blocks)
+    );
+    let note = format!(
+        "Fewest and most blocks: {}. {} rounds on held-out responses, replayed without packs.",
+        ends.join("; "),
+        short(rounds.clamp(0.0, 1e12))
+    );
+    let chart = LineChart {
+        label: format!("{title}: {}", ends.join("; ")),
+        x_label: "continuations of a round, blocks".to_owned(),
+        y_label: "hit rate, % of outcomes".to_owned(),
+        series,
+        percent: true,
+    };
+    Some(figure(&title, &note, |width| charts::line_chart(&chart, width)))
 }
 
 /// The losses over steps: a figure for each training stage, and one for all recoveries together.
@@ -354,7 +403,7 @@ fn words(key: &str) -> String {
 }
 
 /// A titled figure, drawn twice: for wide screens, and for phones, where a shrunk drawing could not be read.
-fn figure(title: &str, note: &str, draw: impl Fn(f64) -> String) -> String {
+pub(crate) fn figure(title: &str, note: &str, draw: impl Fn(f64) -> String) -> String {
     let note = if note.is_empty() { String::new() } else { format!("<small>{}</small>", escape(note)) };
     let (title, wide, narrow) = (escape(title), draw(912.0), draw(358.0));
     format!(

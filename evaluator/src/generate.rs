@@ -15,6 +15,7 @@ use model::{CachedAttention, KvCache, Piece, Transformer};
 use tch::Tensor;
 
 use crate::decode::{DecodeError, check_prompts};
+use crate::room::allocate;
 use crate::sampling::Sampler;
 
 /// Rows that one prefill forward takes at most, unless a single prompt is longer.
@@ -71,9 +72,7 @@ pub fn generate(
     check_prompts(target, prompts.iter().map(|prompt| prompt.ids.as_slice()))?;
     let longest = prompts.iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0);
     let lanes = settings.lanes.clamp(1, prompts.len().max(1));
-    let slots = longest + settings.max_new_tokens;
-    let mut cache =
-        torch::guarded("allocating the cache", || KvCache::new(&target.config, lanes, slots, target.kind(), target.device()))?;
+    let mut cache = allocate("target", target, lanes, longest.saturating_add(settings.max_new_tokens))?;
     let mut waiting: Vec<usize> = (0..prompts.len()).collect();
     // Taken from the end.
     waiting.sort_by_key(|&index| (prompts[index].ids.len(), std::cmp::Reverse(index)));

@@ -1,15 +1,14 @@
-//! Exact τ from stored greedy responses, without running the target: what it would have answered is already known.
-//!
-//! Each response is walked as lockstep decoding would have walked it, many at a time: a forward takes in what the last round of
-//! each lane committed and drafts its next block. A lane whose response is finished starts the next one at once.
+//! Exact τ and hit rates from stored greedy responses, without running the target: what it would have answered is already known.
 
 use data::supervision::{Example, counter_generator, purpose};
 
-use crate::bootstrap::interval;
+use crate::bootstrap::ratio_interval;
 use crate::decode::DecodeError;
 use crate::drafter::{Block, Drafter, LaneWork};
+use crate::fan_out::{Continuation, FanOut};
 use crate::rounds::{acceptance_by_position, mean, ratio};
-use crate::verification::verify;
+use crate::verification::Verdict;
+use crate::walking::{Walk, judge, walk};
 
 /// What replaying a set of responses gives.
 #[derive(Debug, Clone, PartialEq)]
@@ -46,18 +45,11 @@ impl Replay {
             tau_pooled,
             tau_macro: mean(per_response.iter().filter(|each| each.0 > 0).map(|&(rounds, committed)| ratio(committed, rounds))),
             acceptance_by_position: acceptance_by_position(judged.iter().copied()),
-            tau_interval: interval(per_response.len(), counter_generator(0, purpose::BOOTSTRAP, 0, 0), of_picked),
+            tau_interval: ratio_interval(per_response.len(), counter_generator(0, purpose::BOOTSTRAP, 0, 0), of_picked),
             per_response,
             judged,
         }
     }
-}
-
-/// A response on its way through the rounds.
-struct Walk {
-    example: usize,
-    /// Position of the anchor; tokens before it that the cache does not hold yet are taken in by the next forward.
-    anchor: usize,
 }
 
 /// Replays `examples`, up to `responses_per_batch` of them at a time, and counts exactly as decoding would: a draft is judged up to
@@ -66,85 +58,127 @@ struct Walk {
 /// # Errors
 /// A drafter that cannot draft, and what libtorch refuses, such as a token outside the drafter's vocabulary.
 pub fn replay(drafter: &Drafter, examples: &[Example], responses_per_batch: usize) -> Result<Replay, DecodeError> {
-    if drafter.block_size < 2 {
-        return Err(DecodeError::BlockSize(drafter.block_size));
-    }
-    let _no_grad = tch::no_grad_guard();
-    let lanes = responses_per_batch.clamp(1, examples.len().max(1));
-    let longest = examples.iter().map(|example| example.ids.len()).max().unwrap_or(0);
-    let mut cache = drafter.new_cache(lanes, longest, drafter.block_size);
-    // The first token of a response is the first anchor, so a response of one token has no round.
-    let mut waiting = (0..examples.len()).filter(|&index| examples[index].ids.len() > examples[index].prompt_length + 1);
-    let mut walks: Vec<Option<Walk>> = (0..lanes).map(|_| None).collect();
     let mut per_response = vec![(0, 0); examples.len()];
     let mut judged = Vec::new();
-    loop {
-        for (lane, walk) in walks.iter_mut().enumerate().filter(|(_, walk)| walk.is_none()) {
-            *walk = waiting.next().map(|example| Walk { example, anchor: examples[example].prompt_length });
-            cache.set_length(lane, 0);
-        }
-        let blocks: Vec<(usize, Block)> = walks
-            .iter()
-            .enumerate()
-            .filter_map(|(lane, walk)| {
-                let walk = walk.as_ref()?;
-                let block = Block { anchor: examples[walk.example].ids[walk.anchor], context: walk.anchor - cache.length(lane) };
-                Some((lane, block))
-            })
-            .collect();
-        if blocks.is_empty() {
-            break;
-        }
-        let work: Vec<LaneWork<'_>> = blocks
-            .iter()
-            .filter_map(|(lane, block)| {
-                let walk = walks[*lane].as_ref()?;
-                let clean = &examples[walk.example].ids[cache.length(*lane)..walk.anchor];
-                Some(LaneWork { lane: *lane, clean, blocks: std::slice::from_ref(block) })
-            })
-            .collect();
-        let drafts = drafter.draft(&mut cache, &work, 1)?;
-        for ((lane, _), draft) in blocks.iter().zip(drafts) {
-            let Some(walk) = &mut walks[*lane] else { continue };
-            let rest = &examples[walk.example].ids[walk.anchor + 1..];
-            let (drafted, accepted, committed) = judge(&draft.tokens, rest);
+    let all = Walk { lanes: responses_per_batch, blocks: 1, most_rounds: usize::MAX };
+    walk(drafter, examples, &all, &mut |cache, work, places| {
+        let drafts = drafter.draft(cache, work, 1)?;
+        let of_round = places.iter().zip(drafts).map(|(place, draft)| {
+            let (drafted, accepted, committed) = judge(&draft.tokens, place.rest);
             judged.push((drafted, accepted));
-            let (rounds, tokens) = &mut per_response[walk.example];
+            let (rounds, tokens) = &mut per_response[place.example];
             *rounds += 1;
             *tokens += committed;
-            walk.anchor += committed;
-            if committed == rest.len() {
-                walks[*lane] = None;
-            }
-        }
-    }
+            committed
+        });
+        Ok(of_round.collect())
+    })?;
     Ok(Replay::new(per_response, judged))
 }
 
-/// What a round does with a draft when the response goes on with `rest`: (drafted tokens judged, accepted, committed).
-fn judge(draft: &[u32], rest: &[u32]) -> (usize, usize, usize) {
-    let known = draft.len().min(rest.len() - 1);
-    let accepted = verify(&draft[..known], &rest[..=known]).accepted;
-    // The last token of a response has no successor; when the draft has it right, the text ends inside the draft.
-    if accepted == known && known < draft.len() && draft[known] == rest[known] {
-        (known + 1, known + 1, known + 1)
-    } else {
-        (draft.len(), accepted, accepted + 1)
+/// How often an outcome had a continuation ready.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct HitRate {
+    pub hits: usize,
+    /// Rounds whose outcome a continuation could have been ready for: all but the last of each response.
+    pub rounds: usize,
+}
+
+impl HitRate {
+    /// Hits over rounds, and 0 of none.
+    pub fn share(self) -> f64 {
+        ratio(self.hits, self.rounds)
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// The hit rate of each of these fan-outs on known responses, without running a pack: all of them are asked about the same rounds, those of
+/// lockstep decoding, until there were `most_rounds`.
+///
+/// With labels `next` these are the rounds of asynchronous decoding as well, so the counts are exactly its own. With `in_place` they are
+/// until the first hit at full acceptance, after which asynchronous decoding goes on with a draft that is one token shorter; whether that
+/// continuation's own first prediction is right is looked up in a block drafted beside the next round.
+///
+/// # Errors
+/// As [`replay`].
+pub fn hit_rates(
+    drafter: &Drafter,
+    examples: &[Example],
+    fan_outs: &[FanOut],
+    most_rounds: usize,
+) -> Result<Vec<HitRate>, DecodeError> {
+    let ranked = fan_outs.iter().map(FanOut::ranked).max().unwrap_or(1);
+    let mut rates = vec![HitRate::default(); fan_outs.len()];
+    // For each response what its last round found where that hangs on a continuation's own first prediction.
+    let mut open: Vec<Option<Vec<Ready>>> = vec![None; examples.len()];
+    let beside = Walk { lanes: (MOST_LOGIT_ROWS / (2 * drafter.block_size).max(1)).max(1), blocks: 2, most_rounds };
+    walk(drafter, examples, &beside, &mut |cache, work, places| {
+        let blocks: Vec<Vec<Block>> = work
+            .iter()
+            .zip(places)
+            .map(|(lane, place)| {
+                // The last clean token is the last one drafted.
+                let guess = open[place.example]
+                    .as_ref()
+                    .and(lane.clean.last())
+                    .map(|&anchor| Block { anchor, context: lane.clean.len() - 1 });
+                lane.blocks.iter().copied().chain(guess).collect()
+            })
+            .collect();
+        let work: Vec<LaneWork<'_>> = work.iter().zip(&blocks).map(|(lane, blocks)| LaneWork { blocks, ..*lane }).collect();
+        let mut drafts = drafter.draft(cache, &work, ranked)?.into_iter();
+        let mut committed = Vec::with_capacity(places.len());
+        for ((place, blocks), lane) in places.iter().zip(&blocks).zip(&work) {
+            let draft = drafts.next().unwrap_or_default();
+            if let (Some(ready), Some(guess)) = (open[place.example].take(), drafts.by_ref().take(blocks.len() - 1).last()) {
+                let right = guess.tokens.first() == Some(&lane.blocks[0].anchor);
+                count(&mut rates, ready.into_iter().map(|ready| ready == Ready::Yes || ready == Ready::IfItGuesses && right));
+            }
+            let (_, accepted, tokens) = judge(&draft.tokens, place.rest);
+            committed.push(tokens);
+            // The end of a text has no round after it that could find anything ready.
+            if tokens == place.rest.len() {
+                continue;
+            }
+            let outcome = Verdict { accepted, next: place.rest[accepted] };
+            let ready: Vec<Ready> =
+                fan_outs.iter().map(|it| is_ready(&it.continuations(&draft, drafter.block_size), &outcome)).collect();
+            if ready.contains(&Ready::IfItGuesses) {
+                open[place.example] = Some(ready);
+            } else {
+                count(&mut rates, ready.into_iter().map(|ready| ready == Ready::Yes));
+            }
+        }
+        Ok(committed)
+    })?;
+    Ok(rates)
+}
 
-    #[test]
-    fn a_draft_is_judged_up_to_the_end_of_the_response() {
-        assert_eq!(judge(&[1, 2, 3], &[1, 2, 3, 4, 5]), (3, 3, 4));
-        assert_eq!(judge(&[1, 2, 3], &[1, 9, 3, 4, 5]), (3, 1, 2));
-        assert_eq!(judge(&[1, 2, 3], &[1, 2, 3]), (3, 3, 3));
-        assert_eq!(judge(&[1, 2, 3], &[1, 2]), (2, 2, 2));
-        assert_eq!(judge(&[1, 2, 3], &[1, 9]), (3, 1, 2));
-        assert_eq!(judge(&[1, 2, 3], &[9]), (3, 0, 1));
-        assert_eq!(judge(&[1, 2, 3], &[1]), (1, 1, 1));
+/// The most rows of logits that a forward of a measurement gives.
+pub(crate) const MOST_LOGIT_ROWS: usize = 384;
+
+fn count(rates: &mut [HitRate], hits: impl Iterator<Item = bool>) {
+    for (rate, hit) in rates.iter_mut().zip(hits) {
+        rate.rounds += 1;
+        rate.hits += usize::from(hit);
+    }
+}
+
+/// Whether there is a continuation for an outcome.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ready {
+    Yes,
+    No,
+    /// There is one anchored at the last drafted token, of use if its first prediction is the outcome's token.
+    IfItGuesses,
+}
+
+fn is_ready(continuations: &[Continuation], outcome: &Verdict) -> Ready {
+    let of_outcome = || continuations.iter().filter(|it| it.accepted == outcome.accepted);
+    if of_outcome().any(|it| !it.guesses_outcome_itself() && it.anchor == outcome.next) {
+        Ready::Yes
+    } else if of_outcome().any(Continuation::guesses_outcome_itself) {
+        Ready::IfItGuesses
+    } else {
+        Ready::No
     }
 }

@@ -9,18 +9,27 @@ use crate::verification::{Committed, Verdict};
 /// prefill.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Round {
-    /// Index of the prompt in its benchmark.
+    /// Index of the prompt in its benchmark, and which of its turns this is, from 0.
     pub prompt: usize,
+    pub turn: usize,
     /// Index of the round in its text, from 0.
     pub round: usize,
     /// Drafted tokens up to the end of the text; what a draft proposes behind a stop token or the length limit is not counted.
     pub drafted: usize,
+    /// Drafted tokens that were verified: the rows of the target's forward but the anchor's.
+    pub proposed: usize,
     /// Drafted tokens that were kept.
     pub accepted: usize,
     /// Tokens kept, correction or bonus token included.
     pub committed: usize,
     /// The token that the target put behind the accepted ones: with `accepted` the outcome of the round.
     pub next: u32,
+    /// Texts that shared the round's forwards; the times below are those of whole forwards.
+    pub lanes: usize,
+    /// Tokens that the target held before the round's block.
+    pub context: usize,
+    /// Continuations drafted ahead of this round's outcome; 0 for decoders that do not draft ahead.
+    pub pack_blocks: usize,
     /// How the draft came to be; absent for decoders that do not draft ahead.
     pub lookup: Option<Lookup>,
     /// When the drafter began to write this round's draft while the target waited, and for how long; 0 long for a hit.
@@ -34,6 +43,8 @@ pub struct Round {
     pub verify_seconds: f64,
     /// How long the target stood still before it.
     pub wait_seconds: f64,
+    /// How long the drafter stood still, its pack done, before it heard of the previous round's outcome.
+    pub bubble_seconds: f64,
 }
 
 impl Round {
@@ -44,6 +55,7 @@ impl Round {
         let ended_inside = kept <= verdict.accepted;
         Round {
             drafted: if ended_inside { kept } else { proposed },
+            proposed,
             accepted: verdict.accepted.min(kept),
             committed: kept,
             next: verdict.next,
@@ -70,10 +82,15 @@ pub struct Tally {
     pub accepted_histogram: Vec<usize>,
     /// Rounds whose draft was not ready, by cause.
     pub misses: BTreeMap<Lookup, usize>,
+    /// Tokens committed per round by rounds that found their draft ready, and by those that did not.
+    pub tau_after_hit: Option<f64>,
+    pub tau_after_miss: Option<f64>,
+    /// Sums of times; a forward that several texts shared counts once.
     pub draft_seconds: f64,
     pub pack_seconds: f64,
     pub verify_seconds: f64,
     pub wait_seconds: f64,
+    pub bubble_seconds: f64,
 }
 
 /// Adds up rounds of any number of prompts, in any order.
@@ -92,7 +109,12 @@ pub fn tally(rounds: &[Round]) -> Tally {
     lookups.remove(&Lookup::First);
     let chances = hits.unwrap_or(0) + lookups.values().sum::<usize>();
     let committed = rounds.iter().map(|round| round.committed).sum();
-    let sum = |seconds: fn(&Round) -> f64| rounds.iter().map(seconds).sum();
+    let sum = |seconds: fn(&Round) -> f64| rounds.iter().map(|round| seconds(round) / round.lanes.max(1) as f64).sum();
+    let tau_after = |wanted: fn(Lookup) -> bool| {
+        let chosen = || rounds.iter().filter(move |round| round.lookup.is_some_and(wanted));
+        let count = chosen().count();
+        (count > 0).then(|| ratio(chosen().map(|round| round.committed).sum(), count))
+    };
     Tally {
         rounds: rounds.len(),
         committed,
@@ -102,10 +124,13 @@ pub fn tally(rounds: &[Round]) -> Tally {
         acceptance_by_position: acceptance_by_position(rounds.iter().map(|round| (round.drafted, round.accepted))),
         accepted_histogram: accepted_histogram(rounds),
         misses: lookups,
+        tau_after_hit: tau_after(|lookup| lookup == Lookup::Hit),
+        tau_after_miss: tau_after(|lookup| !matches!(lookup, Lookup::Hit | Lookup::First)),
         draft_seconds: sum(|round| round.draft_seconds),
         pack_seconds: sum(|round| round.pack_seconds),
         verify_seconds: sum(|round| round.verify_seconds),
         wait_seconds: sum(|round| round.wait_seconds),
+        bubble_seconds: sum(|round| round.bubble_seconds),
     }
 }
 
@@ -171,6 +196,13 @@ mod tests {
         assert_eq!(tally.accepted_histogram, [1, 1, 1, 1]);
         assert_eq!(tally.acceptance_by_position, [0.75, 0.5, 0.25]);
         assert_eq!(tally.verify_seconds, 2.0);
+        assert_eq!((tally.tau_after_hit, tally.tau_after_miss), (Some(2.0), Some(3.0)));
+    }
+
+    #[test]
+    fn a_forward_that_texts_share_counts_once() {
+        let shared = |prompt| Round { lanes: 2, ..round(prompt, 3, 1, 2, Lookup::Hit) };
+        assert_eq!(tally(&[shared(0), shared(1)]).verify_seconds, 0.5);
     }
 
     #[test]

@@ -1,15 +1,36 @@
-//! The target's choice of a token, at any temperature, as a pure function of its logits and of counters.
+//! Chance, as a pure function of counters: the target's choice of a token at any temperature, and the draws of drafts.
 //!
-//! Sampling adds noise to the logits and takes the largest (the Gumbel-max trick). The noise of a position comes from the counters
-//! (seed, request, position) alone, so it is the same however rows are batched, and all decoders write the same text even above
-//! temperature 0.
+//! Choosing adds noise to the logits and takes the largest (the Gumbel-max trick); drafts are drawn from explicit probabilities by one
+//! uniform number each, and another decides whether a draft is accepted. All noise of a token comes from the counters (seed, purpose,
+//! request, position in the response) alone, so it is the same however rows are batched or packed, whether a draft was ready or not, and
+//! however often a position is drafted.
 //!
-//! Shapes legend: `R` rows, `V` vocabulary.
+//! # Why a position's noise may be used again
+//!
+//! A position can be drafted in several rounds, and ahead of several outcomes, each time by the same noise. The text still has exactly
+//! the target's distribution, because by the time a position is decided nothing that was decided before has looked at its noise:
+//!
+//! - Which tokens stand before it, and which block drafted it, hang on the noise of earlier positions alone: slots of a block are drawn
+//!   independently of each other, a block sees only tokens before its anchor, and a rejected draft's later tokens are thrown away unread.
+//! - Which outcomes are drafted ahead may hang on later drafted tokens, but only decides whether a block is ready; the block drafted on a
+//!   miss sees the same tokens and has the same distributions and noise.
+//! - The one exception is a continuation anchored at the last drafted token, whose distributions are not those of a block anchored at the
+//!   bonus token. It is used if its own likeliest first token equals the bonus token: both are known before the next position's noise is
+//!   looked at. So the text's distribution stays, but asynchronous and lockstep decoding, the one using it where the other does not, may
+//!   then part (`in_place` labels only).
+//! - Given all that, the draft of a position is drawn from its distribution, the number that decides on it is independent of the draft, and
+//!   so is the one that draws a token in its place: three streams that share no key.
+//!
+//! Shapes legend: `R` rows, `S` slots of a block that are verified, `V` vocabulary.
 
 use data::supervision::{counter_generator, purpose};
+use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::RngCore;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
+use torch::TorchError;
+
+use crate::verification::Chance;
 
 /// How the target chooses.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -21,6 +42,13 @@ pub struct Sampler {
     /// Keep this many of the likeliest tokens; 0 keeps all.
     pub top_k: usize,
     pub seed: u64,
+}
+
+/// A token of a response, counted from 0: with the seed, all that its noise depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TokenPlace {
+    pub request: u64,
+    pub position: usize,
 }
 
 impl Sampler {
@@ -40,10 +68,47 @@ impl Sampler {
         if self.temperature <= 0.0 {
             return logits_rv.shallow_clone();
         }
-        let scaled = logits_rv / self.temperature;
-        let kept = self.keep_nucleus(&self.keep_top_k(&scaled));
         let noise = self.noise(logits_rv.size()[1] as usize, request, positions);
-        kept + noise.to_device(logits_rv.device())
+        self.kept(logits_rv) + noise.to_device(logits_rv.device())
+    }
+
+    /// For logits `[R, V]` the distributions `[R, V]` (f32) after temperature, top-k and top-p, of which [`Sampler::choose`] draws.
+    pub fn probabilities(&self, logits_rv: &Tensor) -> Tensor {
+        if self.temperature <= 0.0 {
+            let best = logits_rv.argmax(-1, true);
+            return logits_rv.zeros_like().scatter_value(-1, &best, 1.0).to_kind(Kind::Float);
+        }
+        self.kept(logits_rv).softmax(-1, Kind::Float)
+    }
+
+    /// Draws a token of each row of `probabilities_rv` (`[R, V]`, of any scale), row `i` for `places[i]`.
+    pub fn draw_drafts(&self, probabilities_rv: &Tensor, places: &[TokenPlace]) -> Vec<u32> {
+        let vocabulary = probabilities_rv.size()[1];
+        let chance = |place: &TokenPlace| {
+            uniform(&mut counter_generator(self.seed, purpose::DRAFTING, place.request, place.position as u64))
+        };
+        let chances: Vec<f64> = places.iter().map(chance).collect();
+        // The token at which the running sum first exceeds the chance's share of the total. In f64, since in f32 the steps of unlikely
+        // tokens would drown in the sum.
+        let sums_rv = probabilities_rv.cumsum(-1, Kind::Double);
+        let chances_r1 = Tensor::from_slice(&chances).to_device(sums_rv.device()).unsqueeze(1);
+        let thresholds_r1 = sums_rv.narrow(1, vocabulary - 1, 1) * chances_r1;
+        let drawn = sums_rv.le_tensor(&thresholds_r1).sum_dim_intlist([-1_i64].as_slice(), false, Kind::Int64);
+        torch::to_ids(&drawn.clamp_max(vocabulary - 1))
+    }
+
+    /// What decides about `count` drafted tokens from `place` on, and about the token that follows them: `count + 1` chances.
+    pub fn chances(&self, place: TokenPlace, count: usize) -> Vec<Chance> {
+        let chance = |position: usize| {
+            let mut generator = counter_generator(self.seed, purpose::ACCEPTANCE, place.request, position as u64);
+            Chance { accept: uniform(&mut generator), replace: uniform(&mut generator) }
+        };
+        (place.position..=place.position + count).map(chance).collect()
+    }
+
+    /// Logits over the temperature, those of tokens that top-k and top-p leave out at negative infinity.
+    fn kept(&self, logits_rv: &Tensor) -> Tensor {
+        self.keep_nucleus(&self.keep_top_k(&(logits_rv / self.temperature)))
     }
 
     fn keep_top_k(&self, logits_rv: &Tensor) -> Tensor {
@@ -78,6 +143,57 @@ impl Sampler {
         }
         let uniform = Tensor::from_slice(&uniform).view([positions.len() as i64, vocabulary as i64]);
         (-(-uniform.log()).log()).to_kind(Kind::Float)
+    }
+}
+
+/// A uniform number in (0, 1), both ends left out, with the 52 bits that leave room for that.
+fn uniform(generator: &mut ChaCha8Rng) -> f64 {
+    ((generator.next_u64() >> 12) as f64 + 0.5) / 2_f64.powi(52)
+}
+
+/// The distributions that a draft's tokens were drawn from, on the drafter's device.
+///
+/// Drafts of one forward share storage, so that it stays as long as one of them does. What is drafted ahead of a round thus needs as much
+/// memory as its logits, blocks · S · V numbers of four bytes, until the round's outcome is known.
+#[derive(Debug)]
+pub struct Distributions {
+    /// `[S, V]` f32.
+    rows_sv: Tensor,
+}
+
+impl Distributions {
+    /// Row by row those of the draft's tokens, `[S, V]` f32.
+    pub fn new(rows_sv: Tensor) -> Self {
+        Self { rows_sv }
+    }
+
+    /// Those of all tokens but the first.
+    pub fn without_first(&self) -> Self {
+        Self::new(self.rows_sv.narrow(0, 1, self.rows_sv.size()[0] - 1))
+    }
+
+    /// The rows as plain numbers, one `Vec` for each token.
+    ///
+    /// # Errors
+    /// What libtorch says when the device fails.
+    pub fn to_rows(&self) -> Result<Vec<Vec<f32>>, TorchError> {
+        torch::guarded("reading what drafts were drawn from", || {
+            let vocabulary = self.rows_sv.size()[1] as usize;
+            torch::to_f32s(&self.rows_sv).chunks(vocabulary).map(<[f32]>::to_vec).collect()
+        })
+    }
+}
+
+impl Clone for Distributions {
+    /// Shares the storage.
+    fn clone(&self) -> Self {
+        Self::new(self.rows_sv.shallow_clone())
+    }
+}
+
+impl PartialEq for Distributions {
+    fn eq(&self, other: &Self) -> bool {
+        self.rows_sv.size() == other.rows_sv.size() && self.rows_sv.equal(&other.rows_sv)
     }
 }
 
@@ -146,5 +262,70 @@ mod tests {
             rows.iter().zip(&positions).flat_map(|(row, &position)| sampler.choose(&logits(&[*row]), 9, &[position])).collect();
         assert_eq!(together, apart);
         assert_ne!(together, sampler.choose(&logits(&rows), 8, &positions));
+    }
+
+    #[test]
+    fn probabilities_are_those_that_choices_are_drawn_from() {
+        let row = [0.5_f32, 1.2, 2.0, -1.0];
+        for (top_k, top_p) in [(0, 1.0), (3, 1.0), (0, 0.8), (3, 0.9), (1, 1.0)] {
+            let sampler = Sampler { temperature: 1.5, top_p, top_k, seed: 11 };
+            let probabilities = torch::to_f32s(&sampler.probabilities(&logits(&[row])));
+            assert!((probabilities.iter().sum::<f32>() - 1.0).abs() < 1e-6);
+            let draws = 20_000;
+            for (count, probability) in counts(&sampler, row, draws).into_iter().zip(probabilities) {
+                let (expected, share) = (f64::from(probability), count as f64 / draws as f64);
+                assert!(
+                    (share - expected).abs() <= 4.5 * (expected * (1.0 - expected) / draws as f64).sqrt(),
+                    "{share} {expected}"
+                );
+            }
+        }
+        let greedy = torch::to_f32s(&Sampler::greedy().probabilities(&logits(&[row, [1.0, 0.0, 0.0, 0.0]])));
+        assert_eq!(greedy, [0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn drafts_follow_their_distribution_and_their_position() {
+        let sampler = Sampler { temperature: 1.0, top_p: 1.0, top_k: 0, seed: 2 };
+        let row = [0.0_f32, 0.3, 0.0, 0.5, 0.2, 0.0];
+        let draws = 20_000;
+        let rows = Tensor::from_slice(&row).repeat([draws, 1]);
+        let places = |request, count| (10..10 + count).map(|position| TokenPlace { request, position }).collect::<Vec<_>>();
+        let drawn = sampler.draw_drafts(&rows, &places(4, draws as usize));
+        let mut counts = [0_usize; 6];
+        drawn.iter().for_each(|&token| counts[token as usize] += 1);
+        for (count, probability) in counts.into_iter().zip(row) {
+            let (expected, share) = (f64::from(probability), count as f64 / draws as f64);
+            assert!((share - expected).abs() <= 4.5 * (expected * (1.0 - expected) / draws as f64).sqrt(), "{share} {expected}");
+        }
+        for (index, token) in drawn[..64].iter().enumerate() {
+            let alone = sampler.draw_drafts(&rows.narrow(0, 0, 1), &places(4, 64)[index..=index]);
+            assert_eq!(alone, [*token], "a draw follows its place, not its row");
+        }
+        assert_ne!(drawn[..64], sampler.draw_drafts(&rows.narrow(0, 0, 64), &places(5, 64)));
+    }
+
+    #[test]
+    fn noises_of_a_position_share_nothing() {
+        let sampler = Sampler { temperature: 1.0, top_p: 1.0, top_k: 0, seed: 2 };
+        let chances = sampler.chances(TokenPlace { request: 1, position: 5 }, 2000);
+        assert_eq!(chances.len(), 2001);
+        assert_eq!(sampler.chances(TokenPlace { request: 1, position: 7 }, 0), chances[2..3]);
+        // A draw from 1000 equal tokens is the drafting noise to three digits.
+        let even = Tensor::ones([2001, 1000], (Kind::Float, tch::Device::Cpu));
+        let places: Vec<TokenPlace> = (5..2006).map(|position| TokenPlace { request: 1, position }).collect();
+        let drawn = sampler.draw_drafts(&even, &places);
+        let drafting: Vec<f64> = drawn.into_iter().map(|token| (f64::from(token) + 0.5) / 1000.0).collect();
+        let (accept, replace): (Vec<f64>, Vec<f64>) = chances.iter().map(|chance| (chance.accept, chance.replace)).unzip();
+        for (one, other) in [(&drafting, &accept), (&drafting, &replace), (&accept, &replace)] {
+            let covariance: f64 = one.iter().zip(other).map(|(one, other)| (one - 0.5) * (other - 0.5)).sum::<f64>() / 2001.0;
+            // Of independent uniform numbers: 1/12 over the root of their count, times 4.5.
+            assert!(covariance.abs() < 4.5 / 12.0 / 2001_f64.sqrt(), "{covariance}");
+        }
+    }
+
+    #[test]
+    fn uniform_numbers_leave_out_both_ends() {
+        assert!(0.5 / 2_f64.powi(52) > 0.0 && ((u64::MAX >> 12) as f64 + 0.5) / 2_f64.powi(52) < 1.0);
     }
 }

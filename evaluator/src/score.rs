@@ -15,8 +15,11 @@ use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::properties::WriterProperties;
 use serde::{Deserialize, Serialize};
 
+use crate::budget::Resolved;
+use crate::calibration::Calibration;
 use crate::fan_out::Lookup;
 use crate::rounds::Round;
+use crate::simulated::Simulated;
 
 /// One checkpoint's figures. Fields that do not apply are absent from the file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -27,8 +30,53 @@ pub struct Score {
     pub dtype: String,
     pub block_size: usize,
     pub layers: usize,
+    /// Of the drafter.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parameters: Option<u64>,
+    /// What was drafted ahead, in words, such as `best_first, 9 blocks (auto)`.
+    #[serde(default)]
+    pub fan_out: String,
+    /// What a budget that is not a number of blocks came to, with the times measured for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub budget: Option<Resolved>,
+    /// What held-out responses say about the drafter's probabilities; absent where there are none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub calibration: Option<Calibration>,
+    /// By fan-out (`rectangle`, `geometric`, `best_first`): how often rounds on held-out responses would find their draft ready.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub hit_rate_by_blocks: BTreeMap<String, Vec<HitRateAt>>,
+    /// Texts decoded side by side.
+    #[serde(default = "one")]
+    pub concurrency: usize,
+    /// The target's temperature; 0 is greedy.
+    #[serde(default)]
+    pub temperature: f64,
+    /// How drafted tokens were chosen: `point` or `sampled`. Where they are sampled, texts are not compared with the autoregressive
+    /// decoder's, with which they agree in distribution only.
+    #[serde(default = "point")]
+    pub drafts: String,
     /// By decoder: `autoregressive`, `lockstep`, `asynchronous`.
     pub decoders: BTreeMap<String, DecoderScore>,
+}
+
+fn one() -> usize {
+    1
+}
+
+fn point() -> String {
+    "point".to_string()
+}
+
+/// The hit rate of a fan-out of one size.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct HitRateAt {
+    /// Continuations of a round at most.
+    pub blocks: usize,
+    /// In words; a rectangle may not use all of its blocks.
+    pub fan_out: String,
+    pub hit_rate: f64,
+    /// Rounds that it rests on.
+    pub rounds: usize,
 }
 
 /// One decoder's figures.
@@ -46,11 +94,19 @@ pub struct BenchmarkScore {
     pub rounds: usize,
     pub tau_pooled: f64,
     pub tau_macro: f64,
+    /// Intervals here hold 95 %, by bootstrap over the prompts: how far a figure would move with other prompts of the same kind.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tau_interval: Option<(f64, f64)>,
     /// Tokens after the first, over the time after the prefill.
     pub tokens_per_second: f64,
     /// Over the autoregressive decoder's tokens per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub speedup: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub speedup_interval: Option<(f64, f64)>,
+    /// Seconds of a round in units of a round of the autoregressive decoder.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub round_cost: Option<f64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hit_rate: Option<f64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -62,6 +118,11 @@ pub struct BenchmarkScore {
     /// Rounds whose draft was not ready, by cause.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub misses: BTreeMap<Lookup, usize>,
+    /// Tokens committed per round by rounds that found their draft ready, and by those that did not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tau_after_hit: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tau_after_miss: Option<f64>,
     /// Sums over all prompts.
     #[serde(default)]
     pub prefill_seconds: f64,
@@ -73,11 +134,36 @@ pub struct BenchmarkScore {
     pub verify_seconds: f64,
     #[serde(default)]
     pub wait_seconds: f64,
+    /// How long the drafter stood still.
+    #[serde(default)]
+    pub bubble_seconds: f64,
+    /// The most memory in use at once until the end of this benchmark, in bytes, of the process (CPU) or device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peak_memory_bytes: Option<u64>,
+    /// Of the token ids of all prompts: scores with the same one are of the same prompts in the same order.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub prompts_hash: String,
+    /// What each prompt gave, its turns together: what comparisons pair.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub by_prompt: Vec<PromptFigures>,
     /// How many of the divergences are near-ties; the others are faults.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub near_ties: Option<usize>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub first_divergences: Vec<Divergence>,
+    /// What the same rounds would take elsewhere, by hardware profile. Nothing of it was measured; everything above was.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub simulated: BTreeMap<String, Simulated>,
+}
+
+/// What a decoder did with one prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+pub struct PromptFigures {
+    pub rounds: usize,
+    /// By rounds; the first token of a text comes from the prefill.
+    pub committed: usize,
+    /// Of decoding, without the prefill; a forward that several texts shared is shared out evenly.
+    pub seconds: f64,
 }
 
 /// Where a text first differs from the autoregressive decoder's.
@@ -93,7 +179,10 @@ pub struct Divergence {
     pub found: Option<u32>,
     /// By how much the target prefers its best token to its second there.
     pub margin: f64,
-    /// Whether the margin is within what rounding can turn round.
+    /// By how much the target's scores there move with the number of rows in a forward, measured.
+    #[serde(default)]
+    pub noise: f64,
+    /// Whether that can have turned the choice round. In f32 it never counts as an excuse.
     pub near_tie: bool,
 }
 
@@ -134,20 +223,26 @@ type Count = (&'static str, fn(&Round) -> usize, fn(&mut Round, usize));
 type Time = (&'static str, fn(&Round) -> f64, fn(&mut Round, f64));
 
 /// The columns of counts and of times, each with how it is read from a round and put into one.
-const COUNTS: [Count; 6] = [
+const COUNTS: [Count; 11] = [
     ("prompt", |it| it.prompt, |it, value| it.prompt = value),
+    ("turn", |it| it.turn, |it, value| it.turn = value),
     ("round", |it| it.round, |it, value| it.round = value),
     ("drafted", |it| it.drafted, |it, value| it.drafted = value),
+    ("proposed", |it| it.proposed, |it, value| it.proposed = value),
     ("accepted", |it| it.accepted, |it, value| it.accepted = value),
     ("committed", |it| it.committed, |it, value| it.committed = value),
     ("next", |it| it.next as usize, |it, value| it.next = value as u32),
+    ("lanes", |it| it.lanes, |it, value| it.lanes = value),
+    ("context", |it| it.context, |it, value| it.context = value),
+    ("pack_blocks", |it| it.pack_blocks, |it, value| it.pack_blocks = value),
 ];
-const TIMES: [Time; 7] = [
+const TIMES: [Time; 8] = [
     ("draft_start", |it| it.draft_start, |it, value| it.draft_start = value),
     ("draft_seconds", |it| it.draft_seconds, |it, value| it.draft_seconds = value),
     ("pack_start", |it| it.pack_start, |it, value| it.pack_start = value),
     ("pack_seconds", |it| it.pack_seconds, |it, value| it.pack_seconds = value),
     ("verify_start", |it| it.verify_start, |it, value| it.verify_start = value),
+    ("bubble_seconds", |it| it.bubble_seconds, |it, value| it.bubble_seconds = value),
     ("verify_seconds", |it| it.verify_seconds, |it, value| it.verify_seconds = value),
     ("wait_seconds", |it| it.wait_seconds, |it, value| it.wait_seconds = value),
 ];
@@ -247,6 +342,23 @@ mod tests {
             dtype: "f32".to_string(),
             block_size: 8,
             layers: 29,
+            parameters: Some(131_000_000),
+            fan_out: "rectangle, 11 × 2".to_string(),
+            budget: None,
+            calibration: Some(Calibration {
+                responses: 3,
+                blocks: 60,
+                temperatures: vec![1.0, 1.5],
+                acceptance: 0.5,
+                rank_exponent: 0.75,
+            }),
+            hit_rate_by_blocks: BTreeMap::from([(
+                "rectangle".to_string(),
+                vec![HitRateAt { blocks: 3, fan_out: "rectangle, 1 × 2".to_string(), hit_rate: 0.25, rounds: 12 }],
+            )]),
+            concurrency: 1,
+            temperature: 0.0,
+            drafts: "point".to_string(),
             decoders: BTreeMap::from([
                 ("autoregressive".to_string(), decoder(figures)),
                 ("asynchronous".to_string(), decoder(asynchronous)),
@@ -285,8 +397,14 @@ mod tests {
     fn rounds_are_read_back() {
         let round = Round {
             prompt: 1,
+            turn: 1,
+            lanes: 4,
+            context: 99,
+            pack_blocks: 23,
+            bubble_seconds: 0.8,
             round: 2,
             drafted: 7,
+            proposed: 15,
             accepted: 3,
             committed: 4,
             next: 49_000,

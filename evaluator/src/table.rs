@@ -3,14 +3,27 @@
 
 use serde_json::Value;
 
+use crate::simulated;
+use crate::svg::escape;
+
 /// What stands in a cell whose figure was not measured.
 pub(crate) const ABSENT: &str = "–";
 
-pub(crate) const LEGEND: &str = "\
+const LEGEND: &str = "\
 τ: tokens committed per forward of the target, over all rounds. speedup: tokens/s over the autoregressive decoder's.
 hit rate: rounds whose outcome had a continuation ready. identical: the same tokens as autoregressive decoding;
 near-ties: they part only where the target's best tokens are tied but for rounding.
 ";
+
+const SAMPLED_LEGEND: &str = "\
+in distribution: drafts were drawn and verified by the rejection rule, which keeps the distribution of the text, not its tokens.
+";
+
+/// What the words of the score table mean.
+pub(crate) fn legend(scores: &[Value]) -> String {
+    let sampled = scores.iter().any(drafts_are_sampled);
+    format!("{LEGEND}{}", if sampled { SAMPLED_LEGEND } else { "" })
+}
 
 /// A table before it is drawn. A column belongs to the group (a decoder, or `""`) named in its head.
 pub(crate) struct Grid {
@@ -31,7 +44,7 @@ pub fn table(scores: &[Value]) -> String {
     if grid.rows.is_empty() {
         return "no checkpoint has been scored yet\n".to_owned();
     }
-    format!("{}\n{LEGEND}", aligned(&grid))
+    format!("{}\n{}{}", aligned(&grid), legend(scores), simulated::text(scores))
 }
 
 /// The cells of the score table.
@@ -78,7 +91,7 @@ fn row(score: &Value, benchmark: &str, decoders: &[String]) -> Vec<String> {
         }
     }
     cells.push(or_absent(number(asynchronous, "hit_rate"), percent));
-    let verdicts = decoders.iter().filter_map(|decoder| verdict(measured(score, decoder, benchmark)));
+    let verdicts = decoders.iter().filter_map(|decoder| verdict(score, decoder, benchmark));
     cells.push(verdicts.max().map_or(ABSENT, Verdict::name).to_owned());
     cells
 }
@@ -87,6 +100,8 @@ fn row(score: &Value, benchmark: &str, decoders: &[String]) -> Vec<String> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Verdict {
     Identical,
+    /// Not to be compared token by token: drafts were sampled, by a rule that leaves the target's distribution as it is.
+    InDistribution,
     /// They part only where the target's best tokens are tied but for rounding.
     NearTies,
     Different,
@@ -96,6 +111,7 @@ impl Verdict {
     fn name(self) -> &'static str {
         match self {
             Verdict::Identical => "yes",
+            Verdict::InDistribution => "in distribution",
             Verdict::NearTies => "near-ties",
             Verdict::Different => "no",
         }
@@ -103,7 +119,11 @@ impl Verdict {
 }
 
 /// `None` where nothing was compared.
-pub(crate) fn verdict(figures: &Value) -> Option<Verdict> {
+pub(crate) fn verdict(score: &Value, decoder: &str, benchmark: &str) -> Option<Verdict> {
+    let figures = measured(score, decoder, benchmark);
+    if drafts_are_sampled(score) && decoder != "autoregressive" && !figures.is_null() {
+        return Some(Verdict::InDistribution);
+    }
     let divergences = figures["first_divergences"].as_array().map_or(0, Vec::len) as u64;
     Some(match figures["identical_to_autoregressive"].as_bool()? {
         true => Verdict::Identical,
@@ -112,7 +132,13 @@ pub(crate) fn verdict(figures: &Value) -> Option<Verdict> {
     })
 }
 
-fn aligned(grid: &Grid) -> String {
+/// Whether a score is of sampled drafts.
+pub(crate) fn drafts_are_sampled(score: &Value) -> bool {
+    score["drafts"] == "sampled"
+}
+
+/// The grid as text, its columns aligned, below a line with the names of the groups.
+pub(crate) fn aligned(grid: &Grid) -> String {
     let mut widths: Vec<usize> = grid.columns.iter().map(|column| column.title.chars().count()).collect();
     for row in &grid.rows {
         for (width, cell) in widths.iter_mut().zip(row) {
@@ -150,6 +176,40 @@ fn line(cells: &[&str], grid: &Grid, widths: &[usize]) -> String {
     padded.collect::<Vec<_>>().join("  ")
 }
 
+/// The table in HTML, decoders over the titles where there are any; rows that begin with `chosen` are marked.
+pub(crate) fn html(grid: &Grid, chosen: Option<&String>) -> String {
+    let groups = groups(grid);
+    let heads: String = groups
+        .iter()
+        .map(|(name, columns)| match name.is_empty() {
+            true => "<th></th>".to_owned(),
+            false => format!("<th class=\"group\" colspan=\"{}\">{}</th>", columns.len(), escape(name)),
+        })
+        .collect();
+    let heads = if groups.iter().all(|(name, _)| name.is_empty()) { String::new() } else { format!("<tr>{heads}</tr>\n") };
+    let class = |numeric: bool| if numeric { " class=\"number\"" } else { "" };
+    let titles: String =
+        grid.columns.iter().map(|column| format!("<th{}>{}</th>", class(column.numeric), escape(column.title))).collect();
+    let mut rows = String::new();
+    for row in &grid.rows {
+        let cells: String = row
+            .iter()
+            .zip(&grid.columns)
+            .map(|(cell, column)| match (column.title, cell.as_str()) {
+                ("identical", "yes" | "no") => format!("<td class=\"{cell}\">{cell}</td>"),
+                (_, "better") => "<td class=\"yes\">better</td>".to_owned(),
+                (_, "worse") => "<td class=\"no\">worse</td>".to_owned(),
+                _ => format!("<td{}>{}</td>", class(column.numeric), escape(cell)),
+            })
+            .collect();
+        let mark = if row.first() == chosen { " class=\"chosen\"" } else { "" };
+        rows += &format!("<tr{mark}>{cells}</tr>\n");
+    }
+    format!(
+        "<div class=\"scroll\"><table>\n<thead>\n{heads}<tr>{titles}</tr>\n</thead>\n<tbody>\n{rows}</tbody>\n</table></div>\n"
+    )
+}
+
 /// Neighbouring columns of one decoder as `(name, range of columns)`; columns of none stand alone with `""`.
 pub(crate) fn groups(grid: &Grid) -> Vec<(String, std::ops::Range<usize>)> {
     let mut groups: Vec<(String, std::ops::Range<usize>)> = Vec::new();
@@ -162,12 +222,12 @@ pub(crate) fn groups(grid: &Grid) -> Vec<(String, std::ops::Range<usize>)> {
     groups
 }
 
-fn column(group: &str, title: &'static str, numeric: bool) -> Column {
+pub(crate) fn column(group: &str, title: &'static str, numeric: bool) -> Column {
     Column { group: printable(group), title, numeric }
 }
 
 /// The decoders of all scores: the three usual ones in their order, then others as they come.
-fn decoder_names(scores: &[Value]) -> Vec<String> {
+pub(crate) fn decoder_names(scores: &[Value]) -> Vec<String> {
     let mut found = Vec::new();
     for score in scores {
         for name in keys(&score["decoders"]) {
@@ -190,11 +250,11 @@ pub(crate) fn benchmark_names(score: &Value) -> Vec<String> {
     found
 }
 
-fn keys(value: &Value) -> Vec<String> {
+pub(crate) fn keys(value: &Value) -> Vec<String> {
     value.as_object().map(|object| object.keys().cloned().collect()).unwrap_or_default()
 }
 
-fn push_new(names: &mut Vec<String>, name: String) {
+pub(crate) fn push_new(names: &mut Vec<String>, name: String) {
     if !names.contains(&name) {
         names.push(name);
     }
@@ -230,7 +290,7 @@ pub(crate) fn or_absent(value: Option<f64>, print: impl Fn(f64) -> String) -> St
 }
 
 /// `text` on one line: a name with a line break or an escape sequence must not disturb the terminal.
-fn printable(text: &str) -> String {
+pub(crate) fn printable(text: &str) -> String {
     text.chars().map(|character| if character.is_control() { '\u{fffd}' } else { character }).collect()
 }
 
@@ -283,6 +343,20 @@ near-ties: they part only where the target's best tokens are tied but for roundi
         };
         assert!(told(2, 2).ends_with("near-ties"));
         assert!(told(2, 1).ends_with("no") && told(0, 0).ends_with("no"));
+    }
+
+    #[test]
+    fn sampled_drafts_are_said_to_agree_in_distribution() {
+        let mut sampled = score("step-1", 30, 25.0, true);
+        assert!(!table(&[sampled.clone()]).contains("in distribution"));
+        sampled["drafts"] = json!("sampled");
+        let figures = sampled["decoders"]["asynchronous"]["benchmarks"]["stories"].as_object_mut();
+        figures.and_then(|figures| figures.remove("identical_to_autoregressive"));
+        assert_eq!(grid(&[sampled.clone()]).rows[0].last().map(String::as_str), Some("in distribution"));
+        assert!(table(&[sampled]).ends_with(SAMPLED_LEGEND));
+        let alone = json!({"checkpoint": "a", "drafts": "sampled",
+            "decoders": {"autoregressive": {"benchmarks": {"stories": {"tokens_per_second": 20.0}}}}});
+        assert_eq!(grid(&[alone]).rows[0].last().map(String::as_str), Some(ABSENT));
     }
 
     #[test]

@@ -6,9 +6,11 @@ use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
 
+use configs::Drafts;
 use data::responses::FinishReason;
+use evaluator::fan_out::FanOut;
 use evaluator::generate::{GenerateSettings, Generated, Prompt, generate};
-use evaluator::{DecodeError, Sampler, Settings, autoregressive};
+use evaluator::{DecodeError, Event, Sampler, Settings, autoregressive};
 use model::{ModelConfig, Transformer};
 use serde_json::json;
 use tch::Kind;
@@ -60,11 +62,14 @@ fn in_order(mut responses: Vec<Generated>) -> Vec<Generated> {
 /// What decoding one prompt after the other writes.
 fn one_by_one(target: &Transformer, prompts: &[Prompt], settings: &GenerateSettings) -> Vec<Generated> {
     let GenerateSettings { sampler, stop_tokens, max_new_tokens, .. } = settings.clone();
-    let settings = Settings { sampler, stop_tokens, max_new_tokens, positions: 0, candidates: 0 };
+    let fan_out = FanOut::BestFirst { blocks: 0 };
+    let settings = Settings { sampler, stop_tokens, max_new_tokens, concurrency: 1, fan_out, drafts: Drafts::Point };
     let prompts: Vec<Vec<u32>> = prompts.iter().map(|prompt| prompt.ids.clone()).collect();
     let mut texts = Vec::new();
-    autoregressive(target, &prompts, &settings, &mut |text| {
-        texts.push(Generated { index: texts.len(), ids: text.tokens, finish_reason: text.finish });
+    autoregressive(target, &prompts, &settings, &mut |event| {
+        if let Event::Text(text) = event {
+            texts.push(Generated { index: text.prompt, ids: text.tokens, finish_reason: text.finish });
+        }
         ControlFlow::Continue(())
     })
     .unwrap();

@@ -25,6 +25,19 @@ impl KvCache {
         Self { keys: allocate(), values: allocate(), lengths: vec![0; lanes], slots }
     }
 
+    /// The bytes that such a cache takes.
+    pub fn bytes(config: &ModelConfig, lanes: usize, slots: usize, kind: Kind) -> u128 {
+        let shape =
+            [config.num_hidden_layers as i64, config.num_key_value_heads, config.head_dim, kind.elt_size_in_bytes() as i64];
+        // The model's numbers are small; the others may be anything that somebody asks for.
+        2 * shape.into_iter().map(|size| size as u128).product::<u128>() * (lanes as u128).saturating_mul(slots as u128)
+    }
+
+    /// Sequences there is room for.
+    pub fn lanes(&self) -> usize {
+        self.lengths.len()
+    }
+
     /// Tokens held in `lane`.
     pub fn length(&self, lane: usize) -> usize {
         self.lengths[lane]

@@ -12,17 +12,52 @@ use crate::shim;
 /// built with `--features nccl`. `None` where it cannot be known.
 pub fn peak_memory_bytes(device: Device) -> Option<u64> {
     match device {
-        Device::Cpu => high_water_mark(&std::fs::read_to_string("/proc/self/status").ok()?),
+        // <https://man7.org/linux/man-pages/man5/proc_pid_status.5.html>
+        Device::Cpu => kibibytes(&std::fs::read_to_string("/proc/self/status").ok()?, "VmHWM:"),
         Device::Cuda(index) => shim::cuda_peak_bytes(index).ok(),
         _ => None,
     }
 }
 
-/// `VmHWM` of a /proc/PID/status, in bytes (<https://man7.org/linux/man-pages/man5/proc_pid_status.5.html>).
-fn high_water_mark(status: &str) -> Option<u64> {
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+/// The line `name` of a file such as /proc/self/status or /proc/meminfo, in bytes.
+fn kibibytes(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     let kibibytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kibibytes * 1024)
+}
+
+/// Checks that a device has room for so many more bytes, before they are asked for.
+///
+/// The allocator of a CPU promises memory that is not there, and whoever then writes to it is killed without a word. CUDA's refuses by
+/// itself; there, and where the system does not tell, everything passes.
+///
+/// # Errors
+/// The bytes that are free, which are fewer.
+pub fn check_room(bytes: u128, device: Device) -> Result<(), u64> {
+    let free = || if device == Device::Cpu { free_memory_bytes() } else { None };
+    match free() {
+        Some(few) if u128::from(few) < bytes => {
+            // What the C library keeps of freed memory is there for us, but the system counts it as taken.
+            crate::release_freed_memory();
+            free().filter(|&free| u128::from(free) < bytes).map_or(Ok(()), Err)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// What a process may still take without others being pushed out: of the machine, and of its container where that has a limit.
+fn free_memory_bytes() -> Option<u64> {
+    let read = |path: &str| std::fs::read_to_string(path).ok();
+    let machine = read("/proc/meminfo").and_then(|text| kibibytes(&text, "MemAvailable:"));
+    let limit = read("/sys/fs/cgroup/memory.max").and_then(|text| text.trim().parse::<u64>().ok());
+    let container = limit.and_then(|limit| {
+        let used: u64 = read("/sys/fs/cgroup/memory.current")?.trim().parse().ok()?;
+        // Pages of files, which the kernel takes back before it refuses anybody.
+        let statistics = read("/sys/fs/cgroup/memory.stat")?;
+        let file = statistics.lines().find_map(|line| line.strip_prefix("inactive_file ")?.trim().parse().ok()).unwrap_or(0);
+        Some(limit.saturating_sub(used.saturating_sub(file)))
+    });
+    [machine, container].into_iter().flatten().min()
 }
 
 /// Rows, inputs and outputs of products as they occur in training.
@@ -73,9 +108,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_high_water_mark_is_read_in_bytes() {
-        assert_eq!(high_water_mark("Name:\tx\nVmHWM:\t  205 kB\nVmRSS:\t 100 kB\n"), Some(205 * 1024));
-        assert_eq!(high_water_mark("Name:\tx\n"), None);
+    fn lines_in_kibibytes_are_read_in_bytes() {
+        assert_eq!(kibibytes("Name:\tx\nVmHWM:\t  205 kB\nVmRSS:\t 100 kB\n", "VmHWM:"), Some(205 * 1024));
+        assert_eq!(kibibytes("Name:\tx\n", "VmHWM:"), None);
+    }
+
+    #[test]
+    fn more_than_the_machine_has_is_refused_with_what_is_free() {
+        let free = check_room(1 << 60, Device::Cpu).unwrap_err();
+        assert!(free > 1 << 20 && free < 1 << 50, "{free}");
+        assert_eq!(check_room(1 << 20, Device::Cpu), Ok(()));
+        assert_eq!(check_room(1 << 60, Device::Cuda(0)), Ok(()));
     }
 
     #[test]

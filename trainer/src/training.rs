@@ -428,7 +428,7 @@ fn first_unlike(group: &Group, bytes: &[u8]) -> Result<Option<usize>, TrainError
 /// A drafter that computes with these weights, sharing them.
 pub fn drafter_of(model: &Transformer, shape: BlockShape) -> Drafter {
     let BlockShape { block_size, mask_token, labels, anchor_sees_block } = shape;
-    Drafter { model: model.shallow_clone(), block_size, mask_token, labels, anchor_sees_block }
+    Drafter { model: model.shallow_clone(), block_size, mask_token, labels, anchor_sees_block, temperatures: Vec::new() }
 }
 
 impl TrainError {

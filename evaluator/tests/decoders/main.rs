@@ -2,6 +2,11 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod chi_square;
+mod drawn;
+mod exact;
+mod failures;
+mod measured;
 mod models;
 mod packs;
 mod replays;

@@ -32,7 +32,7 @@ pub(crate) fn noisy_drafter(target: &Transformer, noise: f64, block_size: usize,
     let mask_token = target.config.vocab_size as u32 - 1;
     // Both kinds, whatever the labels.
     let anchor_sees_block = (seed / 2).is_multiple_of(2);
-    Drafter { model: model.unwrap(), block_size, mask_token, labels, anchor_sees_block }
+    Drafter { model: model.unwrap(), block_size, mask_token, labels, anchor_sees_block, temperatures: Vec::new() }
 }
 
 /// `count` prompts of 1 to 6 tokens.

@@ -1,7 +1,9 @@
 //! A drafter's one forward, in all its uses, gives what separate forwards give.
 
 use evaluator::drafter::{Block, LaneWork};
-use evaluator::fan_out::{Draft, rectangle};
+use evaluator::fan_out::{Candidate, Draft, FanOut};
+use evaluator::sampling::TokenPlace;
+use evaluator::{Drafter, Sampler};
 
 use crate::models::{LABELS, assert_close, fresh_block, fresh_causal, fresh_ranking, noisy_drafter, random_model};
 
@@ -32,7 +34,7 @@ fn every_continuation_of_a_pack_equals_its_own_forward() {
         assert_eq!(draft.tokens.len(), block_size - 1);
 
         let clean = [&[anchor], &draft.tokens[..]].concat();
-        let continuations = rectangle(&draft, block_size, 11, 3);
+        let continuations = FanOut::Rectangle { positions: 11, candidates: 3 }.continuations(&draft, block_size);
         assert!(continuations.len() > draft.tokens.len(), "{continuations:?}");
         let blocks: Vec<Block> = continuations.iter().map(|it| Block { anchor: it.anchor, context: it.context }).collect();
         let (logits, count) = drafter.logits(&cache, &[LaneWork { lane: 0, clean: &clean, blocks: &blocks }]).unwrap();
@@ -97,11 +99,71 @@ fn a_draft_is_ranked_by_score_and_keeps_the_guess_of_the_bonus_token_apart() {
         let work = LaneWork { lane: 0, clean: &[3, 1], blocks: &[Block { anchor: 4, context: 2 }] };
         let draft: Draft = drafter.draft(&mut cache, &[work], 3).unwrap().remove(0);
         let ranked: Vec<Vec<u32>> = fresh_ranking(&drafter, &[3, 1], 4).into_iter().map(|slot| slot[..3].to_vec()).collect();
-        assert_eq!(draft.ranked, ranked[..3]);
+        let tokens = |slot: &Vec<Candidate>| slot.iter().map(|it| it.token).collect::<Vec<u32>>();
+        assert_eq!(draft.ranked.iter().map(tokens).collect::<Vec<_>>(), ranked[..3]);
         assert_eq!(draft.tokens, ranked[..3].iter().map(|best| best[0]).collect::<Vec<_>>());
-        assert_eq!(draft.bonus.as_ref(), ranked.get(3));
+        assert_eq!(draft.bonus.as_ref().map(tokens).as_ref(), ranked.get(3));
         assert_eq!(draft.bonus.is_some(), labels == LABELS[1]);
     }
+}
+
+#[test]
+fn candidates_have_the_probabilities_of_their_slot_at_its_temperature() {
+    let _no_grad = tch::no_grad_guard();
+    for temperatures in [vec![], vec![0.5, 1.0, 4.0]] {
+        let drafter =
+            Drafter { temperatures: temperatures.clone(), ..noisy_drafter(&random_model(14, 2, 3), 0.2, 4, LABELS[0], 9) };
+        let mut cache = drafter.new_cache(1, 8, 12);
+        let blocks = [Block { anchor: 4, context: 2 }, Block { anchor: 5, context: 2 }];
+        let drafts = drafter.draft(&mut cache, &[LaneWork { lane: 0, clean: &[3, 1], blocks: &blocks }], 3).unwrap();
+        for (draft, block) in drafts.iter().zip(blocks) {
+            let logits_sv = fresh_block(&drafter, &[3, 1], block.anchor);
+            for (index, slot) in draft.ranked.iter().enumerate() {
+                let temperature = f64::from(temperatures.get(index).copied().unwrap_or(1.0));
+                let expected = (logits_sv.get(index as i64 + 1) / temperature).softmax(-1, tch::Kind::Float);
+                for candidate in slot {
+                    let expected = expected.double_value(&[i64::from(candidate.token)]);
+                    assert!((f64::from(candidate.probability) - expected).abs() < 1e-5, "{candidate:?} {expected}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_drawn_draft_is_drawn_from_its_own_block_at_its_own_place() {
+    let _no_grad = tch::no_grad_guard();
+    let sampler = Sampler { temperature: 1.5, top_p: 0.95, top_k: 11, seed: 5 };
+    let mut outside = 0;
+    for (labels, ranked) in [(LABELS[0], 1), (LABELS[0], 3), (LABELS[1], 1), (LABELS[1], 3)] {
+        let drafter = noisy_drafter(&random_model(14, 2, 3), 0.2, 5, labels, 9);
+        let mut cache = drafter.new_cache(2, 8, 15);
+        let blocks = [Block { anchor: 4, context: 2 }, Block { anchor: 5, context: 1 }, Block { anchor: 6, context: 1 }];
+        let work =
+            [LaneWork { lane: 1, clean: &[3, 1], blocks: &blocks[..2] }, LaneWork { lane: 0, clean: &[7], blocks: &blocks[2..] }];
+        let firsts = [(8, 20), (8, 3), (9, 20)].map(|(request, position)| TokenPlace { request, position });
+        let drafts = drafter.draft_drawn(&mut cache, &work, ranked, &sampler, &firsts).unwrap();
+        let likeliest = drafter.draft(&mut drafter.new_cache(2, 8, 15), &work, ranked).unwrap();
+        for (index, prefix) in [&[3, 1][..], &[3], &[7]].into_iter().enumerate() {
+            let draft = &drafts[index];
+            let logits = fresh_block(&drafter, prefix, blocks[index].anchor).narrow(0, drafter.first_used_slot() as i64, 4);
+            let probabilities = sampler.probabilities(&logits);
+            let places: Vec<TokenPlace> =
+                (0..4).map(|slot| TokenPlace { position: firsts[index].position + slot, ..firsts[index] }).collect();
+            assert_eq!(draft.tokens, sampler.draw_drafts(&probabilities, &places));
+            let rows = draft.drawn_from.as_ref().unwrap().to_rows().unwrap().concat();
+            assert_close(&tch::Tensor::from_slice(&rows).view([4, 14]), &probabilities);
+            assert_eq!(draft.bonus, likeliest[index].bonus);
+            for (slot, token) in draft.tokens.iter().enumerate() {
+                let (found, best) = (&draft.ranked[slot], &likeliest[index].ranked[slot]);
+                assert_eq!(found[..ranked], best[..]);
+                let place = found.iter().position(|it| it.token == *token).unwrap();
+                assert!(found.len() == ranked.max(place + 1) && found[place].probability <= found[0].probability);
+                outside += usize::from(place == ranked);
+            }
+        }
+    }
+    assert!(outside > 3, "{outside}");
 }
 
 #[test]

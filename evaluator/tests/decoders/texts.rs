@@ -4,33 +4,53 @@
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 
-use configs::Labels;
-use evaluator::fan_out::Lookup;
+use configs::{Drafts, Labels};
+use evaluator::fan_out::{FanOut, Lookup};
 use evaluator::rounds::Round;
-use evaluator::{DecodeError, Decoded, Drafter, Sampler, Settings, asynchronous, autoregressive, lockstep};
+use evaluator::{DecodeError, Decoded, Drafter, Event, Sampler, Settings, asynchronous, autoregressive, lockstep};
 use model::Transformer;
 
 use crate::models::{LABELS, fresh_causal, fresh_ranking, noisy_drafter, prompts, random_model};
 
 const VOCABULARY: u32 = 10;
 
-fn settings(stop_tokens: &[u32], max_new_tokens: usize) -> Settings {
-    Settings { sampler: Sampler::greedy(), stop_tokens: stop_tokens.to_vec(), max_new_tokens, positions: 2, candidates: 1 }
+pub(crate) fn settings(stop_tokens: &[u32], max_new_tokens: usize) -> Settings {
+    let fan_out = FanOut::Rectangle { positions: 2, candidates: 1 };
+    let (sampler, stop_tokens) = (Sampler::greedy(), stop_tokens.to_vec());
+    Settings { sampler, stop_tokens, max_new_tokens, concurrency: 1, fan_out, drafts: Drafts::Point }
 }
 
+/// All texts, in the order of their prompts; what was told of them on the way must add up to them.
 pub(crate) fn collected(
-    decode: impl FnOnce(&mut dyn FnMut(Decoded) -> ControlFlow<()>) -> Result<(), DecodeError>,
+    decode: impl FnOnce(&mut dyn FnMut(Event<'_>) -> ControlFlow<()>) -> Result<(), DecodeError>,
 ) -> Vec<Decoded> {
     let mut texts = Vec::new();
-    decode(&mut |text| {
-        texts.push(text);
+    let mut told: BTreeMap<usize, Vec<u32>> = BTreeMap::new();
+    decode(&mut |event| {
+        match event {
+            Event::Tokens { prompt, tokens, round } => {
+                assert!(round.is_none_or(|round| round.committed == tokens.len()));
+                told.entry(prompt).or_default().extend_from_slice(tokens);
+            }
+            Event::Text(text) => texts.push(text),
+        }
         ControlFlow::Continue(())
     })
     .unwrap();
+    texts.sort_by_key(|text| text.prompt);
+    assert!(texts.iter().all(|text| told[&text.prompt] == text.tokens));
     texts
 }
 
-fn tokens(texts: &[Decoded]) -> Vec<&[u32]> {
+/// Positions and candidates of a rectangle.
+fn rectangle(settings: &Settings) -> (usize, usize) {
+    match settings.fan_out {
+        FanOut::Rectangle { positions, candidates } => (positions, candidates),
+        FanOut::BestFirst { .. } | FanOut::Geometric { .. } => panic!("not a rectangle"),
+    }
+}
+
+pub(crate) fn tokens(texts: &[Decoded]) -> Vec<&[u32]> {
     texts.iter().map(|text| text.tokens.as_slice()).collect()
 }
 
@@ -43,6 +63,7 @@ struct Before<'a> {
 
 /// Checks each round of a text against drafts and outcomes worked out without any cache, pack or second thread.
 fn check_rounds(drafter: &Drafter, prompt: &[u32], text: &Decoded, settings: &Settings) {
+    let (positions, candidates) = rectangle(settings);
     let mut known = 1;
     let mut previous: Option<Before<'_>> = None;
     for round in &text.rounds {
@@ -54,11 +75,9 @@ fn check_rounds(drafter: &Drafter, prompt: &[u32], text: &Decoded, settings: &Se
         if let Some(Before { verified, guesses, round: before }) = previous {
             let hit_or = |hit: bool, miss| if hit { Lookup::Hit } else { miss };
             expected = match (verified.get(before.accepted), guesses) {
-                (Some(_), _) if before.accepted >= settings.positions => Lookup::BeyondPositions,
-                (Some(ranked), _) => {
-                    hit_or(ranked[1..].iter().take(settings.candidates).any(|&it| it == anchor), Lookup::WrongCandidate)
-                }
-                (None, Some(guesses)) => hit_or(guesses[..settings.candidates].contains(&anchor), Lookup::FullAcceptance),
+                (Some(_), _) if before.accepted >= positions => Lookup::BeyondPositions,
+                (Some(ranked), _) => hit_or(ranked[1..].iter().take(candidates).any(|&it| it == anchor), Lookup::WrongCandidate),
+                (None, Some(guesses)) => hit_or(guesses[..candidates].contains(&anchor), Lookup::FullAcceptance),
                 (None, None) => {
                     // Anchored at the last drafted token; the first prediction is spent on the check.
                     let ahead = fresh_ranking(drafter, &prefix[..prefix.len() - 1], prefix[prefix.len() - 1]);
@@ -101,10 +120,11 @@ fn all_decoders_write_the_same_text_over_all_paths() {
         let mut drafter = noisy_drafter(&target, 0.1, block_size, labels, seed + 100);
         let prompts = prompts(8, VOCABULARY);
         let candidates = 1 + seed as usize % 3 / 2;
-        let settings = Settings { candidates, ..settings(&[seed as u32 % VOCABULARY], 21 + seed as usize % 4) };
-        let alone = collected(|on_text| autoregressive(&target, &prompts, &settings, on_text));
-        let in_turn = collected(|on_text| lockstep(&target, &drafter, &prompts, &settings, on_text));
-        let ahead = collected(|on_text| asynchronous(&target, &mut drafter, &prompts, &settings, on_text));
+        let fan_out = FanOut::Rectangle { positions: 2, candidates };
+        let settings = Settings { fan_out, ..settings(&[seed as u32 % VOCABULARY], 21 + seed as usize % 4) };
+        let alone = collected(|on_event| autoregressive(&target, &prompts, &settings, on_event));
+        let in_turn = collected(|on_event| lockstep(&target, &drafter, &prompts, &settings, on_event));
+        let ahead = collected(|on_event| asynchronous(&target, &mut drafter, &prompts, &settings, on_event));
         assert_eq!(tokens(&alone), tokens(&in_turn), "seed {seed}");
         assert_eq!(tokens(&alone), tokens(&ahead), "seed {seed}");
         for (index, prompt) in prompts.iter().enumerate() {
@@ -139,10 +159,11 @@ fn sampled_texts_are_the_same_too() {
         let mut drafter = noisy_drafter(&target, 0.1, 4, LABELS[seed as usize % 2], seed + 100);
         let prompts = prompts(5, VOCABULARY);
         let sampler = Sampler { temperature: 0.8, top_p: 0.95, top_k: 6, seed };
-        let settings = Settings { sampler, candidates: 2, ..settings(&[3], 20) };
-        let alone = collected(|on_text| autoregressive(&target, &prompts, &settings, on_text));
-        let in_turn = collected(|on_text| lockstep(&target, &drafter, &prompts, &settings, on_text));
-        let ahead = collected(|on_text| asynchronous(&target, &mut drafter, &prompts, &settings, on_text));
+        let fan_out = FanOut::Rectangle { positions: 2, candidates: 2 };
+        let settings = Settings { sampler, fan_out, ..settings(&[3], 20) };
+        let alone = collected(|on_event| autoregressive(&target, &prompts, &settings, on_event));
+        let in_turn = collected(|on_event| lockstep(&target, &drafter, &prompts, &settings, on_event));
+        let ahead = collected(|on_event| asynchronous(&target, &mut drafter, &prompts, &settings, on_event));
         assert_eq!(tokens(&alone), tokens(&in_turn));
         assert_eq!(tokens(&alone), tokens(&ahead));
         for (index, prompt) in prompts.iter().enumerate() {
@@ -158,9 +179,9 @@ fn a_fan_out_of_any_size_works() {
     for (positions, candidates) in [(0, 0), (0, 2), (1, 0), (11, 9), (11, 30)] {
         let mut drafter = noisy_drafter(&target, 0.1, 4, LABELS[positions % 2], 3);
         let prompts = prompts(3, VOCABULARY);
-        let settings = Settings { positions, candidates, ..settings(&[], 16) };
-        let alone = collected(|on_text| autoregressive(&target, &prompts, &settings, on_text));
-        let ahead = collected(|on_text| asynchronous(&target, &mut drafter, &prompts, &settings, on_text));
+        let settings = Settings { fan_out: FanOut::Rectangle { positions, candidates }, ..settings(&[], 16) };
+        let alone = collected(|on_event| autoregressive(&target, &prompts, &settings, on_event));
+        let ahead = collected(|on_event| asynchronous(&target, &mut drafter, &prompts, &settings, on_event));
         assert_eq!(tokens(&alone), tokens(&ahead));
         let misses = ahead.iter().flat_map(|text| &text.rounds).filter(|it| it.lookup == Some(Lookup::WrongCandidate)).count();
         // With every token but the drafted one among the candidates no rejection within the positions can miss.
@@ -169,16 +190,49 @@ fn a_fan_out_of_any_size_works() {
 }
 
 #[test]
+fn texts_decoded_side_by_side_are_those_decoded_alone() {
+    let mut hits = 0;
+    for seed in 0..6 {
+        let target = random_model(VOCABULARY, 2, seed);
+        let mut drafter = noisy_drafter(&target, 0.1, 5, LABELS[seed as usize % 2], seed + 100);
+        let prompts = prompts(9, VOCABULARY);
+        let one = settings(&[seed as u32], 24);
+        let alone = collected(|on_event| autoregressive(&target, &prompts, &one, on_event));
+        let in_turn = collected(|on_event| lockstep(&target, &drafter, &prompts, &one, on_event));
+        for concurrency in [1, 2, 4, 16] {
+            for blocks in [0, 1, 6, 99] {
+                let settings = Settings { concurrency, fan_out: FanOut::BestFirst { blocks }, ..one.clone() };
+                let ahead = collected(|on_event| asynchronous(&target, &mut drafter, &prompts, &settings, on_event));
+                assert_eq!(tokens(&alone), tokens(&ahead));
+                assert!(ahead.iter().flat_map(|text| &text.rounds).all(|it| it.lanes <= concurrency && it.pack_blocks <= blocks));
+                hits += ahead.iter().flat_map(|text| &text.rounds).filter(|it| it.lookup == Some(Lookup::Hit)).count();
+                if drafter.labels == Labels::Next {
+                    let kept = |texts: &[Decoded]| -> Vec<(usize, usize, usize)> {
+                        let rounds = texts.iter().flat_map(|text| &text.rounds);
+                        rounds.map(|it| (it.drafted, it.accepted, it.context)).collect()
+                    };
+                    assert_eq!(kept(&in_turn), kept(&ahead));
+                }
+            }
+            let settings = Settings { concurrency, ..one.clone() };
+            assert_eq!(tokens(&alone), tokens(&collected(|on_event| autoregressive(&target, &prompts, &settings, on_event))));
+            assert_eq!(tokens(&alone), tokens(&collected(|on_event| lockstep(&target, &drafter, &prompts, &settings, on_event))));
+        }
+    }
+    assert!(hits > 100, "{hits}");
+}
+
+#[test]
 fn texts_of_no_and_one_token_have_no_round() {
     let target = random_model(VOCABULARY, 2, 7);
     let mut drafter = noisy_drafter(&target, 0.1, 4, Labels::Next, 3);
     let prompts = prompts(2, VOCABULARY);
     for length in [0, 1] {
-        let texts = collected(|on_text| asynchronous(&target, &mut drafter, &prompts, &settings(&[], length), on_text));
+        let texts = collected(|on_event| asynchronous(&target, &mut drafter, &prompts, &settings(&[], length), on_event));
         assert!(texts.iter().all(|text| text.tokens.len() == length && text.rounds.is_empty()));
     }
     let every_token: Vec<u32> = (0..VOCABULARY).collect();
-    let texts = collected(|on_text| lockstep(&target, &drafter, &prompts, &settings(&every_token, 9), on_text));
+    let texts = collected(|on_event| lockstep(&target, &drafter, &prompts, &settings(&every_token, 9), on_event));
     assert!(texts.iter().all(|text| text.tokens.len() == 1 && text.finish.name() == "stop"));
 }
 
@@ -186,8 +240,8 @@ fn texts_of_no_and_one_token_have_no_round() {
 fn times_of_rounds_follow_each_other() {
     let target = random_model(VOCABULARY, 2, 7);
     let mut drafter = noisy_drafter(&target, 0.1, 4, Labels::Next, 3);
-    let text =
-        collected(|on_text| asynchronous(&target, &mut drafter, &prompts(1, VOCABULARY), &settings(&[], 24), on_text)).remove(0);
+    let text = collected(|on_event| asynchronous(&target, &mut drafter, &prompts(1, VOCABULARY), &settings(&[], 24), on_event))
+        .remove(0);
     assert!(text.rounds.len() > 2);
     for pair in text.rounds.windows(2) {
         let end = pair[0].verify_start + pair[0].verify_seconds;
@@ -206,7 +260,7 @@ fn a_failure_on_the_drafters_side_ends_decoding_with_its_error() {
     let mut drafter = noisy_drafter(&random_model(5, 2, 8), 0.1, 4, Labels::Next, 3);
     let failed = |result: Result<(), DecodeError>| result.unwrap_err().to_string();
     let prompts = [vec![1, 2], vec![1, 9]];
-    let mut ignore = |_| ControlFlow::Continue(());
+    let mut ignore = |_: Event<'_>| ControlFlow::Continue(());
     let message = failed(asynchronous(&target, &mut drafter, &prompts, &settings(&[], 16), &mut ignore));
     assert!(message.contains("while drafting"), "{message}");
     let message = failed(lockstep(&target, &drafter, &prompts, &settings(&[], 16), &mut ignore));
@@ -216,7 +270,7 @@ fn a_failure_on_the_drafters_side_ends_decoding_with_its_error() {
 #[test]
 fn unfit_drafters_and_prompts_are_refused() {
     let target = random_model(VOCABULARY, 2, 7);
-    let mut ignore = |_| ControlFlow::Continue(());
+    let mut ignore = |_: Event<'_>| ControlFlow::Continue(());
     let mut message = |drafter: &mut Drafter, prompts: &[Vec<u32>]| {
         asynchronous(&target, drafter, prompts, &settings(&[], 4), &mut ignore).unwrap_err().to_string()
     };
@@ -235,15 +289,15 @@ fn decoding_stops_between_texts_and_a_panic_of_the_caller_hangs_nobody() {
     let mut drafter = noisy_drafter(&target, 0.1, 4, Labels::Next, 3);
     let prompts = prompts(5, VOCABULARY);
     let mut count = 0;
-    let mut twice = |_| {
-        count += 1;
+    let mut twice = |event: Event<'_>| {
+        count += usize::from(matches!(event, Event::Text(_)));
         if count == 2 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     };
     asynchronous(&target, &mut drafter, &prompts, &settings(&[], 8), &mut twice).unwrap();
     assert_eq!(count, 2);
     let threads = tch::get_num_threads();
     let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        asynchronous(&target, &mut drafter, &prompts, &settings(&[], 8), &mut |_| panic!("on purpose"))
+        asynchronous(&target, &mut drafter, &prompts, &settings(&[], 8), &mut |_: Event<'_>| panic!("on purpose"))
     }));
     assert!(panicked.is_err());
     assert_eq!(tch::get_num_threads(), threads);

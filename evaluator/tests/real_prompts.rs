@@ -1,0 +1,151 @@
+//! Lossless on a real model and real prompts: SmolLM2 in f32, 20 prompts of each of seven benchmarks, every decoder, every fan-out, one text
+//! at a time and four. Takes an hour or two: `make soak`.
+
+#![allow(clippy::unwrap_used)]
+
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use configs::{Drafts, Labels};
+use data::chat::ChatTemplate;
+use data::gguf::GgufFile;
+use data::tokenizer::Tokenizer;
+use evaluator::fan_out::{FanOut, Lookup, UNKNOWN_DRAFTER};
+use evaluator::{DecodeError, Decoded, Drafter, Event, Sampler, Settings, asynchronous, autoregressive, lockstep};
+use model::{Transformer, weights};
+use tch::{Device, Kind};
+
+const SETS: [&str; 7] = ["gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench"];
+const PROMPTS_OF_EACH: usize = 20;
+const NEW_TOKENS: usize = 128;
+/// `<empty_output>`, which SmolLM2 does not use in chats.
+const MASK_TOKEN: u32 = 16;
+
+fn root() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
+}
+
+/// The model itself as its drafter, with the mean of all other rows for the mask. What was not trained here still has two tokens a round.
+fn untrained_drafter(model: &Path) -> Drafter {
+    let _no_grad = tch::no_grad_guard();
+    let model = weights::load(model, Kind::Float, Device::Cpu).unwrap();
+    let mask_row = model.embed_tokens.select(0, i64::from(MASK_TOKEN));
+    mask_row.shallow_clone().copy_(&model.embed_tokens.mean_dim(0_i64, false, Kind::Float));
+    let kind = if torch::bf16_is_faster(Device::Cpu) { Kind::BFloat16 } else { Kind::Float };
+    let model = Transformer::from_source::<std::convert::Infallible>(model.config.clone(), {
+        let mut weights = model.named_parameters().into_iter();
+        move |_, _| Ok(weights.next().unwrap().1.to_kind(kind))
+    });
+    let model = model.unwrap();
+    Drafter {
+        model,
+        block_size: 8,
+        mask_token: MASK_TOKEN,
+        labels: Labels::Next,
+        anchor_sees_block: false,
+        temperatures: Vec::new(),
+    }
+}
+
+fn prompts(benchmarks: &Path, model: &Path) -> Vec<Vec<u32>> {
+    let gguf = GgufFile::open(model).unwrap();
+    let (tokenizer, template) = (Tokenizer::from_gguf(&gguf).unwrap(), ChatTemplate::from_gguf(&gguf).unwrap());
+    let of_set = |set: &&str| {
+        let conversations = data::benchmarks::read(&benchmarks.join(format!("{set}.jsonl")), None, None).unwrap().conversations;
+        assert!(conversations.len() >= PROMPTS_OF_EACH, "{set}");
+        conversations
+    };
+    let first_turns = SETS.iter().flat_map(|set| of_set(set).into_iter().take(PROMPTS_OF_EACH));
+    let ids = first_turns.map(|it| tokenizer.encode(&template.render(&it.request.messages, true, None).unwrap(), false).unwrap());
+    ids.collect()
+}
+
+/// Texts in the order of their prompts, and one line about how they came to be.
+fn timed(
+    name: &str,
+    decode: impl FnOnce(&mut dyn FnMut(Event<'_>) -> ControlFlow<()>) -> Result<(), DecodeError>,
+) -> Vec<Vec<u32>> {
+    let begun = Instant::now();
+    let mut texts: Vec<Decoded> = Vec::new();
+    decode(&mut |event| {
+        if let Event::Text(text) = event {
+            texts.push(text);
+        }
+        ControlFlow::Continue(())
+    })
+    .unwrap();
+    texts.sort_by_key(|text| text.prompt);
+    let rounds = || texts.iter().flat_map(|text| &text.rounds);
+    let hits = rounds().filter(|round| round.lookup == Some(Lookup::Hit)).count();
+    let decode_seconds: f64 = texts.iter().map(|text| text.decode_seconds).sum();
+    let committed: usize = rounds().map(|round| round.committed).sum();
+    // What the drafter wrote ahead for a hit, and how much of it while the target was verifying.
+    let (mut packs, mut beside) = (0.0, 0.0);
+    for pair in texts.iter().flat_map(|text| text.rounds.windows(2)).filter(|pair| pair[1].lookup == Some(Lookup::Hit)) {
+        let (start, end) = (pair[0].pack_start, pair[0].pack_start + pair[0].pack_seconds);
+        packs += pair[0].pack_seconds;
+        beside += (end.min(pair[0].verify_start + pair[0].verify_seconds) - start.max(pair[0].verify_start)).max(0.0);
+    }
+    println!(
+        "{name:32} {:6} tokens in {:5.0} s ({:5.1} tokens/s without prefill), τ {:.2}, hit rate {:3.0} %, pack time on hits beside verification {:3.0} %",
+        texts.iter().map(|text| text.tokens.len()).sum::<usize>(),
+        begun.elapsed().as_secs_f64(),
+        committed as f64 / decode_seconds,
+        committed as f64 / rounds().count().max(1) as f64,
+        100.0 * hits as f64 / rounds().count().max(1) as f64,
+        100.0 * beside / packs,
+    );
+    texts.into_iter().map(|text| text.tokens).collect()
+}
+
+#[test]
+#[ignore = "takes an hour or two: make soak"]
+fn soak_all_decoders_and_fan_outs_write_the_same_f32_text() {
+    let (benchmarks, model): (PathBuf, PathBuf) =
+        (root().join("../shared/benchmarks"), root().join(".models/SmolLM2-135M-Instruct.Q4_1.gguf"));
+    if !benchmarks.is_dir() || !model.exists() {
+        eprintln!("skipped: needs {} and {}", benchmarks.display(), model.display());
+        return;
+    }
+    let prompts = prompts(&benchmarks, &model);
+    let target = weights::load(&model, Kind::Float, Device::Cpu).unwrap();
+    let mut drafter = untrained_drafter(&model);
+    println!("{} prompts, target f32, drafter {:?}", prompts.len(), drafter.model.kind());
+    let one = Settings {
+        sampler: Sampler::greedy(),
+        stop_tokens: target.config.eos_token_id.clone(),
+        max_new_tokens: NEW_TOKENS,
+        concurrency: 1,
+        fan_out: FanOut::BestFirst { blocks: 0 },
+        drafts: Drafts::Point,
+    };
+    let expected = timed("autoregressive", |on_event| autoregressive(&target, &prompts, &one, on_event));
+    let check = |name: &str, found: &[Vec<u32>]| {
+        for (prompt, (expected, found)) in expected.iter().zip(found).enumerate() {
+            let parted = expected.iter().zip(found).take_while(|(one, other)| one == other).count();
+            assert!(
+                expected == found,
+                "{name}: {} prompt {} parts at token {parted}",
+                SETS[prompt / PROMPTS_OF_EACH],
+                prompt % PROMPTS_OF_EACH
+            );
+        }
+        assert_eq!(found.len(), expected.len());
+    };
+    let (acceptance, rank_exponent) = UNKNOWN_DRAFTER;
+    for concurrency in [4, 1] {
+        let settings = Settings { concurrency, ..one.clone() };
+        let name = format!("lockstep, {concurrency} at once");
+        check(&name, &timed(&name, |on_event| lockstep(&target, &drafter, &prompts, &settings, on_event)));
+        for fan_out in [
+            FanOut::BestFirst { blocks: 3 },
+            FanOut::Rectangle { positions: 2, candidates: 1 },
+            FanOut::Geometric { blocks: 3, acceptance, rank_exponent },
+        ] {
+            let settings = Settings { fan_out, ..settings.clone() };
+            let name = format!("{}, {concurrency} at once", settings.fan_out);
+            check(&name, &timed(&name, |on_event| asynchronous(&target, &mut drafter, &prompts, &settings, on_event)));
+        }
+    }
+}
