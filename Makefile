@@ -38,5 +38,8 @@ bench: setup           ## forwards, and a training step against plain PyTorch
 	cargo bench --profile release -p drafthorse-model --bench forward
 	PYTHON="$(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))" cargo bench --profile release -p drafthorse-trainer --bench step
 
-soak: setup            ## fault campaigns that take minutes
+soak: setup            ## fault campaigns, lossless decoding of 140 real prompts, every interleaving of the decoder's threads: hours
+	cargo test --release --manifest-path tests/loom/Cargo.toml --target-dir target/loom -- --nocapture
 	cargo test --release --workspace --test end_to_end -- --ignored --nocapture --test-threads 1
+	cargo test --release --workspace --test decoders -- --ignored --nocapture
+	cargo test --release --workspace --test real_prompts -- --ignored --nocapture

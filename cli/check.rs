@@ -5,6 +5,7 @@ use model::ModelConfig;
 use torch::tch::Kind;
 use trainer::training::state_bytes;
 
+use crate::benchmarks::choose;
 use crate::models::{check_shapes, faster_dtype, initial_layers, kind, kind_name, layers_to_remove};
 
 /// Validates against the models' shapes and prints the resolved recipe and the plan on stdout.
@@ -57,6 +58,13 @@ pub(crate) fn check(mut recipe: Recipe) -> anyhow::Result<()> {
         layers_to_remove(recipe, depth),
         recipe.prune.recovery_steps
     );
+    for benchmark in &recipe.evaluate.benchmarks {
+        let chosen = choose(benchmark, recipe.evaluate.limit, recipe.seed)?;
+        let set =
+            benchmark.preset.map(|preset| format!(": {} of `{}`, licence {}", preset.title, preset.dataset, preset.licence));
+        let from = format!("{}{}", benchmark.path.display(), set.unwrap_or_default());
+        println!("# benchmark {}: {}; from {from}", benchmark.name, chosen.describe(benchmark));
+    }
     Ok(())
 }
 

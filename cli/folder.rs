@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use configs::Recipe;
-use data::files::sha256_hex;
+use data::files::{sha256_hex, sha256_of_file};
 use data::manifest::{FILE_NAME, Manifest};
 
 use crate::BadRecipe;
@@ -141,7 +141,8 @@ pub(crate) fn inputs(recipe: &Recipe, stage: Stage, run: &RunFolder) -> anyhow::
         Stage::Prune => take("prune", &[]),
         Stage::Evaluate => {
             take("target", &["target.model"]);
-            take("evaluate", &["evaluate.benchmarks", "evaluate.every"]);
+            // What is simulated from the rounds is worked out anew whenever the report is written.
+            take("evaluate", &["evaluate.benchmarks", "evaluate.benchmark_folder", "evaluate.every", "evaluate.hardware"]);
             // Speed is measured against the target on the same device.
             take("devices", &["devices.timeout"]);
         }
@@ -159,7 +160,10 @@ pub(crate) fn inputs(recipe: &Recipe, stage: Stage, run: &RunFolder) -> anyhow::
         }
         Stage::Evaluate => {
             for benchmark in &recipe.evaluate.benchmarks {
-                inputs.insert(format!("evaluate.benchmarks {}", benchmark.name), file_hash(&benchmark.path)?);
+                // The same rows in another form are other prompts.
+                let form = benchmark.preset.map(|preset| format!(" as {}", &sha256_hex(format!("{:?}", preset.form))[..8]));
+                let rows = file_hash(&benchmark.path)?;
+                inputs.insert(format!("evaluate.benchmarks {}", benchmark.name), rows + form.as_deref().unwrap_or_default());
             }
         }
         Stage::Prune => {}
@@ -231,8 +235,7 @@ pub(crate) fn local_model(model: &str) -> anyhow::Result<PathBuf> {
 }
 
 fn file_hash(path: &Path) -> anyhow::Result<String> {
-    let bytes = fs::read(path).with_context(|| format!("cannot read `{}`", path.display()))?;
-    Ok(sha256_hex(bytes)[..16].to_string())
+    Ok(sha256_of_file(path)?[..16].to_string())
 }
 
 pub(crate) fn name_of(path: &Path) -> String {

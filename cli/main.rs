@@ -2,8 +2,11 @@
 //!
 //! Progress goes to stderr, results to stdout. Exit codes: 0 done, 1 failed, 2 bad usage or recipe, 3 interrupted and resumable.
 
+mod benchmarks;
 mod check;
+mod compare;
 mod folder;
+mod generate;
 mod launch;
 mod models;
 mod progress;
@@ -40,6 +43,8 @@ const EXAMPLES: &str = "\
 Start here:
   drafthorse run recipes/quickstart.toml                     everything, from prompts to a report
   drafthorse check recipes/quickstart.toml                   what it would do, and with how much memory
+  drafthorse compare runs/quickstart                         its checkpoints side by side, with intervals
+  drafthorse generate --help                                 then watch its drafter at work on a prompt of yours
 
 A stage that is done is skipped, one that was cut short goes on where it was, and one whose inputs changed is refused with the list
 of what changed, unless --restart STAGE. Exit codes: 0 done, 1 failed, 2 bad usage or recipe, 3 interrupted and resumable.";
@@ -73,6 +78,13 @@ enum Command {
     },
     /// Validate a recipe, and print it resolved with what it needs. Loads no weights and writes nothing.
     Check(RecipeArgs),
+    /// Answer a prompt, and show which tokens the drafter was right about.
+    Generate(generate::GenerateArgs),
+    /// Set scores side by side, with intervals, and a verdict only where the difference is significant.
+    ///
+    /// Every checkpoint of every run and score named gets a line for each benchmark and decoder: τ, tokens per second, speedup, hit rate,
+    /// and whether its output is the target's. Below stands how far it is from the first, prompt by prompt.
+    Compare(compare::CompareArgs),
     /// Start one process for each device, which then train together.
     Launch(launch::LaunchArgs),
 }
@@ -158,6 +170,11 @@ fn dispatch(command: &Command, progress: &Progress, stop: &AtomicBool) -> anyhow
         Command::Evaluate { recipe, follow: true } => stages::follow(load(recipe)?, progress, stop)?,
         Command::Check(args) => {
             check::check(load(args)?)?;
+            Status::Done
+        }
+        Command::Generate(args) => return generate::generate(args, progress, stop),
+        Command::Compare(args) => {
+            compare::compare(args)?;
             Status::Done
         }
         Command::Launch(args) => {

@@ -216,6 +216,28 @@ pub(crate) fn drafter_file(recipe: &Recipe, layers: usize) -> DrafterFile {
     }
 }
 
+/// What a block looks like by a checkpoint's own description, which lies in `folder`.
+pub(crate) fn shape_of(file: &DrafterFile, folder: &Path) -> anyhow::Result<BlockShape> {
+    let unknown = |key: &str, value: &str, known: &str| {
+        let path = folder.join("drafter.json");
+        BadRecipe(format!("`{}`: `{key}` is {value:?}, which this version cannot decode; it knows {known}", path.display()))
+    };
+    if file.kind != "d3d" {
+        return Err(unknown("kind", &file.kind, "\"d3d\"").into());
+    }
+    let labels = match file.labels.as_str() {
+        "in_place" => configs::Labels::InPlace,
+        "next" => configs::Labels::Next,
+        other => return Err(unknown("labels", other, "\"in_place\" and \"next\"").into()),
+    };
+    let anchor_sees_block = match file.anchor_sees.as_str() {
+        "block" => true,
+        "prefix" => false,
+        other => return Err(unknown("anchor_sees", other, "\"block\" and \"prefix\"").into()),
+    };
+    Ok(BlockShape { block_size: file.block_size, mask_token: file.mask_token, labels, anchor_sees_block })
+}
+
 /// Loads a drafter's checkpoint for drafting.
 pub(crate) fn load_drafter(recipe: &Recipe, folder: &Path) -> anyhow::Result<(Transformer, DrafterFile)> {
     let (device, kind) = drafter_place(recipe)?;

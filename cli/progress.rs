@@ -30,6 +30,11 @@ impl Progress {
         Self { format }
     }
 
+    /// Whether it is for a person at a terminal.
+    pub(crate) fn is_drawn(&self) -> bool {
+        self.format == LogFormat::Text && std::io::stderr().is_terminal()
+    }
+
     /// A line that stays.
     pub(crate) fn note(&self, message: &str) {
         self.line("note", message, message);
@@ -49,7 +54,7 @@ impl Progress {
 
     /// A bar of `length` units under a title.
     pub(crate) fn bar(&self, title: &str, length: usize) -> Bar {
-        let drawn = self.format == LogFormat::Text && std::io::stderr().is_terminal();
+        let drawn = self.is_drawn();
         let target = if drawn { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
         let bar = ProgressBar::with_draw_target(Some(length as u64), target);
         let template = "{prefix:>12} {wide_bar} {pos}/{len} {msg} [{elapsed_precise} + {eta_precise}]";

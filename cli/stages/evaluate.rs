@@ -1,25 +1,31 @@
 //! Every checkpoint decodes the benchmarks: how fast is the target with it, and is the output the same.
 
+mod ahead;
+
 use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use data::manifest::{Manifest, Standing, standing};
-use data::prompts;
-use evaluator::benchmark::{Baseline, Benchmark, Plan, decoder_name, evaluate};
+use evaluator::benchmark::{Baseline, Benchmark, Plan, decoder_name, drafts_name, evaluate};
 use evaluator::decode::{DecodeError, Settings};
+use evaluator::fan_out::FanOut;
 use evaluator::sampling::Sampler;
-use evaluator::score::{Score, write_rounds};
+use evaluator::score::{Score, read_rounds, write_rounds};
+use evaluator::simulated::add_simulated;
 use model::Transformer;
 use model::checkpoint::{BEST, LATEST};
 use serde_json::{Map, json};
 use trainer::saving::{saved_steps, step_name};
 use trainer::training::drafter_of;
 
+use self::ahead::Ahead;
 use super::prune::pruned_checkpoints;
 use super::{Context, Stage, Status};
+use crate::benchmarks::{choose, conversations};
 use crate::folder::{inputs, name_of};
 use crate::models::{self, Text};
 
@@ -37,6 +43,14 @@ impl BaselineOf {
         match self {
             Self::Stage => "autoregressive.baseline",
             Self::Beside => "autoregressive.beside-training.baseline",
+        }
+    }
+
+    /// What budgets came to.
+    fn budgets_file(self) -> &'static str {
+        match self {
+            Self::Stage => "budgets.measured",
+            Self::Beside => "budgets.beside-training.measured",
         }
     }
 }
@@ -112,6 +126,7 @@ pub(super) struct Scorer {
     settings: Settings,
     folder: PathBuf,
     baselines: PathBuf,
+    ahead: Ahead,
 }
 
 impl Scorer {
@@ -126,7 +141,7 @@ impl Scorer {
             Manifest { stage: stage.to_string(), complete: false, inputs, results: Map::new() }.write(&folder)?;
         }
         drop(lock);
-        let text = context.text()?;
+        let text = Rc::new(context.text()?);
         let target = models::target(recipe)?;
         let settings = Settings {
             sampler: Sampler {
@@ -137,11 +152,14 @@ impl Scorer {
             },
             stop_tokens: target.config.eos_token_id.clone(),
             max_new_tokens: recipe.evaluate.max_new_tokens,
-            positions: recipe.evaluate.positions,
-            candidates: recipe.evaluate.candidates,
+            concurrency: recipe.evaluate.concurrency,
+            // Each drafter gets its own.
+            fan_out: FanOut::BestFirst { blocks: 0 },
+            drafts: recipe.evaluate.drafts,
         };
         let baselines = folder.join(baseline.file());
-        Ok(Some(Self { benchmarks: benchmarks(context, &text)?, target, settings, folder, baselines }))
+        let ahead = Ahead::new(folder.join(baseline.budgets_file()));
+        Ok(Some(Self { benchmarks: benchmarks(context, &text)?, target, settings, folder, baselines, ahead }))
     }
 
     /// Scores one checkpoint unless it has a score already.
@@ -175,6 +193,11 @@ impl Scorer {
         }
         let shape = models::block_shape(recipe);
         let mut drafter = drafter_of(&model, shape);
+        let ahead = self.ahead.of(context, (&name, &mut drafter), &self.target, &self.benchmarks, &self.settings)?;
+        let settings = Settings { fan_out: ahead.fan_out, ..self.settings.clone() };
+        if context.stopping() {
+            return Ok(Status::Interrupted);
+        }
         let bar = context.progress.bar(&name, 1);
         let mut length = 0;
         let mut show = |done: usize, of: usize| {
@@ -184,28 +207,54 @@ impl Scorer {
             }
             bar.set(done, "texts decoded");
         };
-        let plan = Plan { benchmarks: &self.benchmarks, decoders: &recipe.evaluate.decoders, settings: &self.settings };
+        let plan = Plan { benchmarks: &self.benchmarks, decoders: &recipe.evaluate.decoders, settings: &settings };
         let outcome = evaluate(&self.target, Some(&mut drafter), plan, &mut baselines, &mut show, context.stop);
         data::files::write_atomically(baselines_path, &serde_json::to_vec(&baselines)?)?;
         let evaluation = match outcome {
             Err(DecodeError::Stopped) => return Ok(Status::Interrupted),
             outcome => outcome?,
         };
-        let score = Score {
+        let mut score = Score {
             checkpoint: name.clone(),
             kind: file.kind,
             target: name_of(recipe.target.model.as_ref()),
             dtype: models::kind_name(self.target.kind()).to_string(),
             block_size: shape.block_size,
             layers: file.layers,
+            parameters: Some(model.named_parameters().iter().map(|(_, tensor)| tensor.numel() as u64).sum()),
+            fan_out: match &ahead.budget {
+                Some(budget) => format!("{} ({})", settings.fan_out, budget.asked),
+                None => settings.fan_out.to_string(),
+            },
+            budget: ahead.budget,
+            calibration: ahead.calibration,
+            hit_rate_by_blocks: ahead.hit_rate_by_blocks,
+            concurrency: self.settings.concurrency,
+            temperature: self.settings.sampler.temperature,
+            drafts: drafts_name(self.settings.drafts).to_string(),
             decoders: evaluation.decoders,
         };
+        add_simulated(&mut score, &evaluation.rounds, &recipe.evaluate.hardware)?;
         write_rounds(&self.folder.join(format!("{name}.rounds.parquet")), &evaluation.rounds)?;
         score.write(&score_path)?;
         drop(bar);
         context.progress.note(&format!("{:>12} {name}: {}", "evaluate", summary(&score)));
         Ok(Status::Done)
     }
+}
+
+/// Brings what a score on disk simulates in line with the recipe's hardware, from the rounds that lie beside it. Decoding them again for
+/// another profile would give the same.
+pub(super) fn simulate(folder: &Path, name: &str, profiles: &[configs::Hardware]) -> anyhow::Result<()> {
+    let path = folder.join(format!("{name}.json"));
+    let before = Score::read(&path)?;
+    let mut score = before.clone();
+    let rounds = if profiles.is_empty() { Vec::new() } else { read_rounds(&folder.join(format!("{name}.rounds.parquet")))? };
+    add_simulated(&mut score, &rounds, profiles)?;
+    if score != before {
+        score.write(&path)?;
+    }
+    Ok(())
 }
 
 /// Takes the lock of the folder of scores, waiting while another process has it; `None` when the user asked to stop meanwhile.
@@ -256,27 +305,14 @@ fn scored_names(context: &Context<'_>, checkpoints: &[PathBuf]) -> Vec<String> {
     names.into_iter().chain(others).collect()
 }
 
-/// The benchmarks' prompts as token ids, the first `limit` of each.
-fn benchmarks(context: &Context<'_>, text: &Text) -> anyhow::Result<Vec<Benchmark>> {
+/// The benchmarks as their conversations.
+fn benchmarks(context: &Context<'_>, text: &Rc<Text>) -> anyhow::Result<Vec<Benchmark>> {
     let recipe = context.recipe;
     let mut benchmarks = Vec::new();
     for benchmark in &recipe.evaluate.benchmarks {
-        let read = prompts::read(std::slice::from_ref(&benchmark.path))?;
-        if !read.rejected.is_empty() {
-            let first = &read.rejected[0];
-            context.progress.note(&format!(
-                "{:>12} {}: {} rows left out, the first at line {}: {}",
-                "evaluate",
-                benchmark.name,
-                read.rejected.len(),
-                first.line,
-                first.reason
-            ));
-        }
-        let chosen = read.requests.iter().take(recipe.evaluate.limit.unwrap_or(usize::MAX));
-        let prompts: anyhow::Result<Vec<Vec<u32>>> =
-            chosen.map(|request| Ok(text.prompt(&request.messages, recipe.target.thinking)?.1)).collect();
-        benchmarks.push(Benchmark { name: benchmark.name.clone(), prompts: prompts? });
+        let chosen = choose(benchmark, recipe.evaluate.limit, recipe.seed)?;
+        context.progress.note(&format!("{:>12} {}: {}", "evaluate", benchmark.name, chosen.describe(benchmark)));
+        benchmarks.push(conversations(&benchmark.name, chosen, text, recipe.target.thinking)?);
     }
     Ok(benchmarks)
 }

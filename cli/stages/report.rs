@@ -11,6 +11,7 @@ use evaluator::score::read_rounds;
 use serde_json::Value;
 
 use super::Stage;
+use super::evaluate::simulate;
 use crate::folder::RunFolder;
 use crate::progress::Progress;
 
@@ -27,6 +28,7 @@ pub(super) fn write(recipe: &Recipe, run: &RunFolder, progress: &Progress) -> an
         .unwrap_or_default();
     let mut scores = Vec::new();
     for name in &names {
+        simulate(&scores_folder, name, &recipe.evaluate.hardware)?;
         let path = scores_folder.join(format!("{name}.json"));
         let text = fs::read_to_string(&path).with_context(|| format!("cannot read `{}`", path.display()))?;
         scores.push(serde_json::from_str::<Value>(&text).with_context(|| format!("`{}` is not a score", path.display()))?);

@@ -2,6 +2,9 @@
 #![allow(clippy::unwrap_used)]
 
 mod bad_input;
+mod benchmarks;
+mod compare;
+mod generate;
 mod interrupt;
 mod launch;
 mod ranks;

@@ -73,4 +73,5 @@ decoders = ["autoregressive", "lockstep", "asynchronous"]
 max_new_tokens = 40
 positions = 2
 candidates = 2
+hardware = ["h100-graphs-8b-8b"]
 "#;

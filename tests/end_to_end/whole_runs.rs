@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::process::ExitStatus;
 
-use super::{drafthorse, interrupt, stderr, tiny};
+use super::{compare, drafthorse, interrupt, stderr, tiny};
 
 /// The title of each piece of work's progress, in order: every stage at least once.
 const WORK: [&str; 7] = ["regenerate", "train", "layers", "recover", "step-000000", "step-000030", "layers-03"];
@@ -32,8 +32,13 @@ fn results(folder: &Path) -> Vec<(String, Vec<u8>)> {
         for (_, decoder) in score["decoders"].as_object_mut().unwrap() {
             for (_, figures) in decoder["benchmarks"].as_object_mut().unwrap() {
                 assert_ne!(figures["identical_to_autoregressive"], false, "{name}: {figures}");
+                assert!(figures["simulated"]["h100-graphs-8b-8b"]["tokens_per_second"].is_number(), "{name}: {figures}");
                 let figures = figures.as_object_mut().unwrap();
-                figures.retain(|key, _| !key.ends_with("_seconds") && key != "tokens_per_second" && key != "speedup");
+                let by_clock = ["tokens_per_second", "speedup", "speedup_interval", "round_cost", "peak_memory_bytes"];
+                figures.retain(|key, _| !key.ends_with("_seconds") && !by_clock.contains(&key.as_str()));
+                for prompt in figures["by_prompt"].as_array_mut().unwrap() {
+                    prompt.as_object_mut().unwrap().remove("seconds");
+                }
             }
         }
         results.push((name.to_string(), serde_json::to_vec_pretty(&score).unwrap()));
@@ -74,6 +79,7 @@ fn a_run_interrupted_or_killed_in_every_stage_ends_as_one_left_alone() {
     assert_eq!(stderr(&again).matches("is done").count(), 4, "{}", stderr(&again));
     assert_eq!(again.stdout, output.stdout);
     assert!(String::from_utf8(again.stdout).unwrap().contains("layers-03"));
+    compare::assert_comparable(alone);
 
     for title in WORK {
         let (status, said) = signalled(interrupted, title, "-INT");
@@ -87,6 +93,38 @@ fn a_run_interrupted_or_killed_in_every_stage_ends_as_one_left_alone() {
         assert!(output.status.success(), "{}", stderr(&output));
         assert_same(&results(folder), &expected);
     }
+}
+
+#[test]
+fn a_budget_is_measured_once_and_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    tiny::write(folder.path());
+    let settings = ["evaluate.fan_out=geometric", "evaluate.budget=auto", "prune.remove=0", "train.steps=10"];
+    let command: Vec<&str> = COMMAND.into_iter().chain(settings.iter().flat_map(|setting| ["--set", setting])).collect();
+    let (status, said) = interrupt::after(&mut drafthorse(folder.path(), &command), "\"progress\":\"step-000010\"", "-INT");
+    assert_eq!(status.code(), Some(3), "{said}");
+    assert_eq!(said.matches("a verification takes").count(), 1, "two checkpoints of one depth: {said}");
+    assert_eq!(said.matches("blocks of 3 held-out responses: temperatures").count(), 2, "{said}");
+
+    // Another moment would have measured something else.
+    let scores = folder.path().join("runs/tiny/scores");
+    let read = |name: &str| -> serde_json::Value { serde_json::from_slice(&fs::read(scores.join(name)).unwrap()).unwrap() };
+    let mut budgets = read("budgets.measured");
+    let measured = budgets["4"]["blocks"].as_u64().unwrap();
+    assert_eq!(read("step-000000.json")["budget"], budgets["4"]);
+    budgets["4"]["blocks"] = serde_json::json!(measured + 3);
+    fs::write(scores.join("budgets.measured"), budgets.to_string()).unwrap();
+    let output = drafthorse(folder.path(), &command).output().unwrap();
+    assert!(output.status.success() && !stderr(&output).contains("a verification takes"), "{}", stderr(&output));
+    let score = read("step-000010.json");
+    assert_eq!(score["fan_out"], format!("geometric, {} blocks (auto)", measured + 3));
+    assert!(score["calibration"]["temperatures"].as_array().is_some_and(|it| it.len() == 4), "{score}");
+    for fan_out in ["rectangle", "geometric", "best_first"] {
+        let sizes = score["hit_rate_by_blocks"][fan_out].as_array().unwrap();
+        assert_eq!(sizes.iter().map(|size| size["blocks"].as_u64().unwrap()).collect::<Vec<_>>(), [3, 7, 15, 24, 31]);
+    }
+    let report = fs::read_to_string(folder.path().join("runs/tiny/report.html")).unwrap();
+    assert!(report.contains("has a continuation ready for"));
 }
 
 #[test]
