@@ -20,7 +20,7 @@ use crate::drafter::Drafter;
 use crate::drafting::Drafting;
 use crate::hand_over::{Back, Front, Gone, sides};
 
-/// Decodes with target and drafter running at the same time. On a CPU each gets its share of the cores.
+/// Decodes with target and drafter running at the same time. On a CPU each gets its share of the cores, on one GPU a stream.
 ///
 /// # Errors
 /// As the other decoders; a failure on either thread ends both.
@@ -43,6 +43,7 @@ pub fn asynchronous(
             torch::set_num_threads(drafter_threads);
             torch::guarded("drafting ahead", || {
                 let _no_grad = tch::no_grad_guard();
+                torch::work_beside_others(drafter.model.device())?;
                 run_drafter(Drafting::new(drafter, cache, Some(&settings.fan_out), settings.drawn_by()), back)
             })?
         });

@@ -40,7 +40,7 @@ fn untrained_drafter(model: &Path) -> Drafter {
     let model = model.unwrap();
     Drafter {
         model,
-        block_size: 8,
+        block_size: 4,
         mask_token: MASK_TOKEN,
         labels: Labels::Next,
         anchor_sees_block: false,
@@ -120,7 +120,8 @@ fn soak_all_decoders_and_fan_outs_write_the_same_f32_text() {
         fan_out: FanOut::BestFirst { blocks: 0 },
         drafts: Drafts::Point,
     };
-    let expected = timed("autoregressive", |on_event| autoregressive(&target, &prompts, &one, on_event));
+    let side_by_side = Settings { concurrency: 4, ..one.clone() };
+    let expected = timed("autoregressive, 4 at once", |on_event| autoregressive(&target, &prompts, &side_by_side, on_event));
     let check = |name: &str, found: &[Vec<u32>]| {
         for (prompt, (expected, found)) in expected.iter().zip(found).enumerate() {
             let parted = expected.iter().zip(found).take_while(|(one, other)| one == other).count();

@@ -13,6 +13,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ops/_fused_adamw.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Logging.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -268,6 +269,17 @@ int dh_cuda_set_device(int device) {
 #else
   return NOT_BUILT;
 #endif
+}
+
+// Through the interface that every device has, so that a program built without CUDA's headers can do it where libtorch has CUDA.
+int dh_cuda_own_stream(int device) {
+  return guarded([&] {
+    c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);
+    auto index = static_cast<c10::DeviceIndex>(device);
+    // What other threads have written to the device is there before this stream begins.
+    cuda.synchronizeDevice(index);
+    cuda.exchangeStream(cuda.getStreamFromGlobalPool(c10::Device(c10::DeviceType::CUDA, index)));
+  });
 }
 
 int dh_cuda_peak_bytes(int device, uint64_t* out) {

@@ -42,6 +42,20 @@ pub fn device(name: &str) -> Result<Device, TorchError> {
     if (index as i64) < count { Ok(Device::Cuda(index)) } else { Err(TorchError::NoSuchDevice { name: name.to_string(), count }) }
 }
 
+/// Lets the calling thread's work on a GPU run beside that of other threads: it gets a stream of its own, where all threads share one
+/// otherwise and their work stands in a row. Work on a CPU is the thread's own anyway.
+///
+/// # Errors
+/// Where there is no such GPU.
+pub fn work_beside_others(device: Device) -> Result<(), TorchError> {
+    let Device::Cuda(index) = device else { return Ok(()) };
+    let failed = |message| TorchError::Failed { doing: format!("making a stream on cuda:{index}"), message };
+    shim::own_cuda_stream(index).map_err(|error| match error {
+        shim::ShimError::Failed(message) => failed(message),
+        shim::ShimError::NotBuilt => failed("this program was built without it".to_string()),
+    })
+}
+
 /// Whether the device multiplies bf16 matrices faster than f32 ones: CUDA does; a CPU must have the instructions for it, and then it is
 /// timed, because some have them and still are slower (seen: AVX512-BF16 without AMX, half the rate of f32).
 pub fn bf16_is_faster(device: Device) -> bool {
@@ -188,6 +202,15 @@ pub fn guarded<T>(doing: &str, body: impl FnOnce() -> T) -> Result<T, TorchError
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+
+    #[test]
+    fn a_stream_of_its_own_is_refused_where_there_is_no_gpu() {
+        assert!(work_beside_others(Device::Cpu).is_ok());
+        if tch::Cuda::device_count() == 0 {
+            let message = work_beside_others(Device::Cuda(0)).unwrap_err().to_string();
+            assert!(message.contains("making a stream on cuda:0"), "{message}");
+        }
+    }
 
     #[test]
     fn bf16_bytes_survive_both_ways() {

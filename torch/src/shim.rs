@@ -76,6 +76,7 @@ unsafe extern "C" {
         gradient_scale: f64,
     ) -> c_int;
     fn dh_cuda_set_device(device: c_int) -> c_int;
+    fn dh_cuda_own_stream(device: c_int) -> c_int;
     fn dh_cuda_peak_bytes(device: c_int, out: *mut u64) -> c_int;
 }
 
@@ -358,6 +359,13 @@ pub(crate) fn set_cuda_device(device: tch::Device) {
         // SAFETY: sets one integer of this thread.
         let _ = check(unsafe { dh_cuda_set_device(index as c_int) });
     }
+}
+
+/// Lets this thread's work on a CUDA device go to a stream of its own.
+pub(crate) fn own_cuda_stream(device: usize) -> Result<(), ShimError> {
+    #[allow(unsafe_code)]
+    // SAFETY: plain numbers; what it changes is this thread's.
+    check(unsafe { dh_cuda_own_stream(device as c_int) })
 }
 
 /// The most bytes that tensors have held on a CUDA device at once.
