@@ -72,8 +72,24 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
     let measuring = context.progress.bar("layers", teacher.layers.len());
     let recovering = context.progress.bar("recover", prune.recovery_steps);
     let mut show = |event: Progress<'_>| match event {
-        Progress::Measured { done, loss, .. } => {
-            measuring.set(done, &format!("without layer {} τ falls by {:.3}", loss.layer, loss.tau_loss));
+        Progress::Measured { part, parts, done, running } => {
+            // Those dropped before count as done, so that the bar never goes back.
+            let depth = teacher.layers.len();
+            measuring.set_length(parts * depth);
+            let part_of = format!(
+                "part {} of {parts} of the held-out responses, {done} of {running} layers still in the running",
+                part + 1
+            );
+            measuring.set(part * depth + depth - running + done, &part_of);
+        }
+        Progress::Searched { depth, losses, cost, seconds } => {
+            let least = losses.iter().map(|loss| loss.tau_loss).fold(f64::INFINITY, f64::min);
+            measuring.note(&format!(
+                "{:>12} {depth} layers measured in {seconds:.0} s: without one of them τ falls by {least:.3} or more; {:.0} % of a plain \
+                 search's token-layers",
+                "prune",
+                100.0 * cost.token_layers as f64 / cost.plain_token_layers.max(1) as f64
+            ));
         }
         Progress::Removed { original_layer, depth, tau_before, tau_after } => {
             measuring.note(&format!(

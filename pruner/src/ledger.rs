@@ -8,10 +8,16 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::search::{Cost, Counted, Part};
+
 /// One line of the ledger.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
+    /// What some held-out responses gave in the search among the layers of a drafter of `depth` layers.
+    Counted { depth: usize, part: Part },
+    /// What that search computed, in rows through layers, and what a plain loop over layers would have.
+    Searched { depth: usize, cost: Cost },
     /// What a drafter of `depth` layers loses without layer `layer` (an index into these layers).
     TauLoss(TauLoss),
     /// The layer taken out; `depth` is the number of layers left.
@@ -49,6 +55,7 @@ pub struct TauLoss {
     /// 95 % interval of the loss: paired bootstrap over responses.
     pub low: f64,
     pub high: f64,
+    /// Fewer than the others have, if the layer was dropped on the way because it could no longer be the one to remove.
     pub blocks: usize,
 }
 
@@ -88,6 +95,15 @@ impl Ledger {
         file.sync_data()?;
         self.events.push(event);
         Ok(())
+    }
+
+    /// What was counted in the search among the layers of a drafter of `depth` layers.
+    pub fn counted(&self, depth: usize) -> Counted {
+        let of_depth = |event: &Event| match event {
+            Event::Counted { depth: found, part } if *found == depth => Some(part.clone()),
+            _ => None,
+        };
+        Counted::new(self.events.iter().filter_map(of_depth).collect())
     }
 
     /// The losses measured for a drafter of `depth` layers.

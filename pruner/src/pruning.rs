@@ -6,6 +6,7 @@ use std::io;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use data::supervision::Example;
 use evaluator::decode::DecodeError;
@@ -22,7 +23,7 @@ use trainer::training::{Ending, Plan, TrainError, Training, drafter_of, train};
 use trainer::watching::{StepReport, Watch};
 
 use crate::ledger::{Event, Ledger, TauLoss};
-use crate::search::{Blocks, tau_losses};
+use crate::search::{Blocks, Cost, Counting, count};
 
 /// Responses whose next blocks are drafted in one forward when τ is replayed.
 const REPLAY_LANES: usize = 16;
@@ -58,10 +59,33 @@ pub struct Context<'a> {
 
 /// What happened, for whoever shows progress.
 pub enum Progress<'a> {
-    Measured { done: usize, of: usize, loss: &'a TauLoss },
-    Removed { original_layer: usize, depth: usize, tau_before: f64, tau_after: f64 },
+    /// In this part of the held-out responses, so many of the layers still in the running have been measured.
+    Measured {
+        part: usize,
+        parts: usize,
+        done: usize,
+        running: usize,
+    },
+    /// The search is done.
+    Searched {
+        depth: usize,
+        losses: &'a [TauLoss],
+        cost: Cost,
+        seconds: f64,
+    },
+    Removed {
+        original_layer: usize,
+        depth: usize,
+        tau_before: f64,
+        tau_after: f64,
+    },
     Recovering(&'a StepReport),
-    Recovered { depth: usize, tau: f64, tau_unpruned: f64, kept: bool },
+    Recovered {
+        depth: usize,
+        tau: f64,
+        tau_unpruned: f64,
+        kept: bool,
+    },
 }
 
 /// Why pruning cannot go on.
@@ -143,10 +167,7 @@ pub fn prune(
                 {
                     return Ok(Ending::Stopped { step });
                 }
-                let losses = ledger.losses(alive.len());
-                let least =
-                    losses.iter().min_by(|one, other| one.tau_loss.total_cmp(&other.tau_loss).then(one.layer.cmp(&other.layer)));
-                let layer = least.map_or(0, |loss| loss.layer);
+                let layer = least_harmful(&ledger.losses(alive.len()));
                 let kept: Vec<usize> = (0..alive.len()).filter(|&index| index != layer).collect();
                 let (tau_before, tau_after) = (tau_current, tau_of(&current.with_layers(&kept))?);
                 let original_layer = alive[layer];
@@ -195,7 +216,17 @@ pub fn prune(
     Ok(Ending::Done)
 }
 
-/// Measures the layers of `current` that the ledger does not know yet.
+/// The layer of the least loss among those that were measured to the end, the first of equals.
+pub fn least_harmful(losses: &[TauLoss]) -> usize {
+    let most = losses.iter().map(|loss| loss.blocks).max().unwrap_or(0);
+    let least = losses
+        .iter()
+        .filter(|loss| loss.blocks == most)
+        .min_by(|one, other| one.tau_loss.total_cmp(&other.tau_loss).then(one.layer.cmp(&other.layer)));
+    least.map_or(0, |loss| loss.layer)
+}
+
+/// Measures the layers of `current`, going on from what the ledger knows.
 fn measure(
     current: &Transformer,
     blocks: &Blocks,
@@ -206,31 +237,39 @@ fn measure(
     path: &Path,
 ) -> Result<Ending, PruneError> {
     let depth = current.layers.len();
-    let known: Vec<usize> = ledger.losses(depth).iter().map(|loss| loss.layer).collect();
-    let missing: Vec<usize> = (0..depth).filter(|layer| !known.contains(layer)).collect();
-    if missing.is_empty() {
-        return Ok(Ending::Done);
-    }
-    let mut done = known.len();
-    let mut failed = None;
-    let mut stopped = false;
+    let started = Instant::now();
+    let mut counted = ledger.counted(depth);
+    let (mut failed, mut stopped) = (None, false);
     torch::guarded("measuring layers", || {
-        tau_losses(current, blocks, &missing, seed, &mut |loss| {
-            done += 1;
-            progress(Progress::Measured { done, of: depth, loss: &loss });
-            if let Err(source) = ledger.push(Event::TauLoss(loss)) {
-                failed = Some(source);
-                return ControlFlow::Break(());
+        count(current, blocks, &mut counted, seed, &mut |counting| match counting {
+            Counting::Candidates { part, done, running } => {
+                progress(Progress::Measured { part, parts: blocks.parts(), done, running });
+                ControlFlow::Continue(())
             }
-            stopped = stop.load(Ordering::Relaxed);
-            if stopped { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+            Counting::Part(part) => {
+                failed = ledger.push(Event::Counted { depth, part: part.clone() }).err();
+                stopped = stop.load(Ordering::Relaxed);
+                if stopped || failed.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+            }
         });
     })?;
-    match failed {
-        Some(source) => Err(PruneError::Write { path: path.to_path_buf(), source }),
-        None if stopped => Ok(Ending::Stopped { step: 0 }),
-        None => Ok(Ending::Done),
+    let write = |source| PruneError::Write { path: path.to_path_buf(), source };
+    if let Some(source) = failed {
+        return Err(write(source));
     }
+    if stopped {
+        return Ok(Ending::Stopped { step: 0 });
+    }
+    let known = ledger.losses(depth).len();
+    let (losses, cost) = (counted.losses(depth, seed), blocks.cost(&counted, depth));
+    for loss in &losses[known.min(losses.len())..] {
+        ledger.push(Event::TauLoss(loss.clone())).map_err(write)?;
+    }
+    if !ledger.events.iter().any(|event| matches!(event, Event::Searched { depth: found, .. } if *found == depth)) {
+        ledger.push(Event::Searched { depth, cost }).map_err(write)?;
+    }
+    progress(Progress::Searched { depth, losses: &losses, cost, seconds: started.elapsed().as_secs_f64() });
+    Ok(Ending::Done)
 }
 
 /// Trains the shallower drafter against the unpruned one and saves it as `folder`.

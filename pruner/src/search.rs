@@ -1,11 +1,16 @@
 //! What each layer is worth: τ with it and without it, on the same held-out blocks.
 //!
-//! A candidate without layer l shares everything below l with the full drafter, so each starts from the hidden states kept at l: half
-//! of the plain loop's work.
+//! Two things make this cheaper than a plain loop over layers. A candidate without layer l shares everything below l with the full
+//! drafter, so each starts from the hidden states kept at l: half of the work. And candidates that cannot be the best any more are dropped
+//! on the way (successive halving, <https://arxiv.org/abs/1502.07943>): each time the number of responses has doubled, those whose τ is
+//! below the best candidate's by more than twice what the interval of that difference, paired by response, reaches down.
+
+use std::ops::ControlFlow;
 
 use data::supervision::{Example, counter_generator, draw_anchors, purpose};
 use evaluator::bootstrap::interval;
 use model::{PackedAttention, Transformer};
+use serde::{Deserialize, Serialize};
 use tch::Tensor;
 use trainer::batch::{Batch, BlockShape};
 
@@ -51,40 +56,135 @@ impl Blocks {
 }
 
 /// Tokens committed and blocks drafted, by response.
-type Committed = Vec<(usize, usize)>;
+pub type Committed = Vec<(usize, usize)>;
 
-/// Measures the layers in `layers`; `on_layer` gets each as soon as it is known and says whether to go on.
+/// What some responses' blocks gave, with all layers and without each that is still in the running.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct Part {
+    pub with: Committed,
+    /// By layer, ascending.
+    pub without: Vec<(usize, Committed)>,
+}
+
+/// All parts so far, put together. A candidate that was dropped has fewer responses than the others.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Counted {
+    parts: Vec<Part>,
+}
+
+impl Counted {
+    /// What an earlier start counted, part by part.
+    pub fn new(parts: Vec<Part>) -> Self {
+        Self { parts }
+    }
+
+    /// Parts that are known; a part is one batch of responses.
+    pub fn parts(&self) -> usize {
+        self.parts.len()
+    }
+
+    fn with(&self) -> Committed {
+        self.parts.iter().flat_map(|part| &part.with).copied().collect()
+    }
+
+    fn without(&self, layer: usize) -> Committed {
+        let of_layer = |part: &'_ Part| part.without.iter().find(|(found, _)| *found == layer).map(|(_, counts)| counts.clone());
+        self.parts.iter().filter_map(of_layer).flatten().collect()
+    }
+
+    /// The candidates that the next part is for. Nothing but the counts decides, so a start that goes on here decides alike.
+    pub fn running(&self, depth: usize, seed: u64) -> Vec<usize> {
+        let Some(last) = self.parts.last() else { return (0..depth).collect() };
+        let running: Vec<usize> = last.without.iter().map(|(layer, _)| *layer).collect();
+        if !self.parts.len().is_power_of_two() {
+            return running;
+        }
+        let counts: Vec<Committed> = running.iter().map(|&layer| self.without(layer)).collect();
+        let Some(best) = counts.iter().max_by(|one, other| tau(total(one)).total_cmp(&tau(total(other)))) else { return running };
+        let could_be_best = |layer: usize, counts: &Committed| {
+            let behind = |picked: &[usize]| of_picked(best, picked) - of_picked(counts, picked);
+            let generator = counter_generator(seed, purpose::BOOTSTRAP, depth as u64, layer as u64);
+            let (low, _) = interval(counts.len(), generator, behind);
+            let all: Vec<usize> = (0..counts.len()).collect();
+            let by = behind(&all);
+            by - 2.0 * (by - low) <= 0.0
+        };
+        running.iter().zip(&counts).filter(|(layer, counts)| could_be_best(**layer, counts)).map(|(layer, _)| *layer).collect()
+    }
+
+    /// The loss of every candidate on the responses that it was measured on.
+    pub fn losses(&self, depth: usize, seed: u64) -> Vec<TauLoss> {
+        let with = self.with();
+        let loss = |layer: usize| {
+            let without = self.without(layer);
+            tau_loss(depth, layer, &with[..without.len()], &without, seed)
+        };
+        (0..depth).map(loss).collect()
+    }
+}
+
+/// What a search tells while it works.
+pub enum Counting<'a> {
+    /// So many of the candidates that are still in the running have been counted in this part.
+    Candidates { part: usize, done: usize, running: usize },
+    /// A part is done.
+    Part(&'a Part),
+}
+
+/// Measures what is missing in `counted`, one part at a time; what `on_counting` says after a part decides whether to go on.
 ///
-/// All batches' hidden states at every layer are kept meanwhile: `(layers + 1) · rows · hidden` values.
-pub fn tau_losses(
+/// A batch's hidden states at every layer are kept meanwhile: `(layers + 1) · rows · hidden` values.
+pub fn count(
     model: &Transformer,
     blocks: &Blocks,
-    layers: &[usize],
+    counted: &mut Counted,
     seed: u64,
-    on_layer: &mut dyn FnMut(TauLoss) -> std::ops::ControlFlow<()>,
+    on_counting: &mut dyn FnMut(Counting<'_>) -> ControlFlow<()>,
 ) {
     let _no_grad = tch::no_grad_guard();
-    let runs: Vec<Run<'_>> = blocks.batches.iter().map(|prepared| Run::new(model, prepared, blocks.shape)).collect();
-    let mut states: Vec<Vec<Tensor>> = Vec::new();
-    for run in &runs {
-        let ids_t = torch::ids_tensor(&run.prepared.batch.ids, model.device());
-        let mut kept = vec![model.embed(&ids_t)];
-        for index in 0..model.layers.len() {
+    let all = model.layers.len();
+    for (part, prepared) in blocks.batches.iter().enumerate().skip(counted.parts()) {
+        let run = Run::new(model, prepared, blocks.shape);
+        let mut kept = vec![model.embed(&torch::ids_tensor(&prepared.batch.ids, model.device()))];
+        for index in 0..all {
             kept.push(run.layers(index..index + 1, kept[index].shallow_clone()));
         }
-        states.push(kept);
-    }
-    let all = model.layers.len();
-    let with: Committed = runs.iter().zip(&states).flat_map(|(run, kept)| run.committed(&kept[all])).collect();
-    for &layer in layers {
-        let without: Committed = runs
-            .iter()
-            .zip(&states)
-            .flat_map(|(run, kept)| run.committed(&run.layers(layer + 1..all, kept[layer].shallow_clone())))
-            .collect();
-        if on_layer(tau_loss(all, layer, &with, &without, seed)).is_break() {
+        let running = counted.running(all, seed);
+        let mut found = Part { with: run.committed(&kept[all]), without: Vec::with_capacity(running.len()) };
+        for (done, &layer) in running.iter().enumerate() {
+            found.without.push((layer, run.committed(&run.layers(layer + 1..all, kept[layer].shallow_clone()))));
+            let _ = on_counting(Counting::Candidates { part, done: done + 1, running: running.len() });
+        }
+        let goes_on = on_counting(Counting::Part(&found));
+        counted.parts.push(found);
+        if goes_on.is_break() {
             return;
         }
+    }
+}
+
+/// Rows through layers: what a search computed, and what a plain loop over the same blocks would have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cost {
+    pub token_layers: usize,
+    pub plain_token_layers: usize,
+}
+
+impl Blocks {
+    /// Batches that the responses are measured in.
+    pub fn parts(&self) -> usize {
+        self.batches.len()
+    }
+
+    /// What these counts of a drafter of `depth` layers took.
+    pub fn cost(&self, counted: &Counted, depth: usize) -> Cost {
+        let mut cost = Cost { token_layers: 0, plain_token_layers: 0 };
+        for (prepared, part) in self.batches.iter().zip(&counted.parts) {
+            let rows = prepared.batch.ids.len();
+            cost.token_layers += rows * (depth + part.without.iter().map(|(layer, _)| depth - 1 - layer).sum::<usize>());
+            cost.plain_token_layers += rows * (depth + depth * (depth - 1));
+        }
+        cost
     }
 }
 
@@ -134,13 +234,25 @@ impl<'a> Run<'a> {
     }
 }
 
+fn tau((committed, blocks): (usize, usize)) -> f64 {
+    committed as f64 / blocks.max(1) as f64
+}
+
+fn sum(sum: (usize, usize), each: (usize, usize)) -> (usize, usize) {
+    (sum.0 + each.0, sum.1 + each.1)
+}
+
+fn total(all: &[(usize, usize)]) -> (usize, usize) {
+    all.iter().copied().fold((0, 0), sum)
+}
+
+/// τ of the responses picked.
+fn of_picked(all: &[(usize, usize)], picked: &[usize]) -> f64 {
+    tau(picked.iter().map(|&index| all[index]).fold((0, 0), sum))
+}
+
 /// The loss and its interval by resampling responses, with and without the layer on the same ones.
-fn tau_loss(depth: usize, layer: usize, with: &Committed, without: &Committed, seed: u64) -> TauLoss {
-    let tau = |sums: (usize, usize)| sums.0 as f64 / sums.1.max(1) as f64;
-    let total = |all: &Committed| all.iter().fold((0, 0), |sum, each| (sum.0 + each.0, sum.1 + each.1));
-    let of_picked = |all: &Committed, picked: &[usize]| {
-        tau(picked.iter().fold((0, 0), |sum, &index| (sum.0 + all[index].0, sum.1 + all[index].1)))
-    };
+fn tau_loss(depth: usize, layer: usize, with: &[(usize, usize)], without: &[(usize, usize)], seed: u64) -> TauLoss {
     let generator = counter_generator(seed, purpose::BOOTSTRAP, depth as u64, layer as u64);
     let (low, high) = interval(with.len(), generator, |picked| of_picked(with, picked) - of_picked(without, picked));
     let (tau_with, tau_without) = (tau(total(with)), tau(total(without)));

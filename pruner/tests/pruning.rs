@@ -11,8 +11,8 @@ use evaluator::drafter::{Block, LaneWork};
 use model::checkpoint::{DrafterFile, TextFiles};
 use model::{ModelConfig, Transformer};
 use pruner::ledger::{Event, Ledger, TauLoss};
-use pruner::pruning::{Context, Progress, PruneError, Settings, prune};
-use pruner::search::{Blocks, tau_losses};
+use pruner::pruning::{Context, Progress, PruneError, Settings, least_harmful, prune};
+use pruner::search::{Blocks, Counted, count};
 use tch::Kind;
 use torch::group::Group;
 use trainer::backward::{LossSettings, Objective};
@@ -127,11 +127,9 @@ fn the_search_equals_a_plain_loop_over_layers_and_blocks() {
     for labels in [Labels::Next, Labels::InPlace] {
         let (model, held_out) = (trained(labels), examples(15).split_off(12));
         let blocks = Blocks::draw(&held_out, shape(labels), 5, 9);
-        let mut found: Vec<TauLoss> = Vec::new();
-        tau_losses(&model, &blocks, &[0, 1, 2], 9, &mut |loss| {
-            found.push(loss);
-            std::ops::ControlFlow::Continue(())
-        });
+        let mut counted = Counted::default();
+        count(&model, &blocks, &mut counted, 9, &mut |_| std::ops::ControlFlow::Continue(()));
+        let found: Vec<TauLoss> = counted.losses(3, 9);
         let with = plain_tau(&model, labels, &held_out, 5, 9);
         assert!(with > 1.5, "a drafter that learnt nothing shows nothing: τ {with}");
         assert_eq!(found.len(), 3);
@@ -142,6 +140,50 @@ fn the_search_equals_a_plain_loop_over_layers_and_blocks() {
             assert!(loss.low <= loss.tau_loss && loss.tau_loss <= loss.high, "{loss:?}");
         }
     }
+}
+
+#[test]
+fn halving_picks_the_layer_of_the_plain_loop_and_says_what_it_saved() {
+    let (mut dropped, mut computed, mut plain) = (0, 0, 0);
+    let held_out = examples(48);
+    let learnt = [Labels::Next, Labels::InPlace].map(|labels| (labels, trained(labels)));
+    for seed in 0..20 {
+        let (labels, learnt) = &learnt[seed as usize % 2];
+        let labels = *labels;
+        let noisy = |model: &Transformer| {
+            let _no_grad = tch::no_grad_guard();
+            let other = Transformer::random(model.config.clone(), seed, Kind::Float);
+            let mut noise = other.named_parameters().into_iter();
+            for (_, weight) in model.named_parameters() {
+                let noise = noise.next().unwrap().1 * 0.1;
+                weight.shallow_clone().copy_(&(weight * 0.9 + noise));
+            }
+        };
+        let model = with_useless_layer(learnt, seed as usize % 4);
+        let model = Transformer::from_source::<std::convert::Infallible>(model.config.clone(), {
+            let mut weights = model.named_parameters().into_iter();
+            move |_, _| Ok(weights.next().unwrap().1.copy())
+        });
+        let model = model.unwrap();
+        noisy(&model);
+        let blocks = Blocks::draw(&held_out, shape(labels), 4, seed);
+        let mut counted = Counted::default();
+        count(&model, &blocks, &mut counted, seed, &mut |_| std::ops::ControlFlow::Continue(()));
+        let losses = counted.losses(4, seed);
+        let taus: Vec<f64> = (0..4)
+            .map(|layer| {
+                let kept: Vec<usize> = (0..4).filter(|&index| index != layer).collect();
+                plain_tau(&model.with_layers(&kept), labels, &held_out, 4, seed)
+            })
+            .collect();
+        let best = (0..4).fold(0, |best, layer| if taus[layer] > taus[best] { layer } else { best });
+        assert_eq!(least_harmful(&losses), best, "seed {seed}: {taus:?} {losses:?}");
+        dropped += losses.iter().filter(|loss| loss.blocks < losses[best].blocks).count();
+        let cost = blocks.cost(&counted, 4);
+        (computed, plain) = (computed + cost.token_layers, plain + cost.plain_token_layers);
+    }
+    println!("{dropped} of 80 layers dropped on the way; {:.2} of the plain loop's token-layers", computed as f64 / plain as f64);
+    assert!(dropped > 10 && computed * 2 < plain, "{dropped} dropped, {computed} of {plain}");
 }
 
 /// Prunes `teacher` in `folder`; the stop flag rises at the `stop_at`-th event.
@@ -200,7 +242,7 @@ fn pruning_interrupted_anywhere_ends_as_uninterrupted() {
     let whole = tempfile::tempdir().unwrap();
     assert_eq!(run(whole.path(), &teacher, 2, usize::MAX).unwrap(), Ending::Done);
     let weights = |folder: &Path, name: &str| fs::read(folder.join(name).join("model.safetensors")).unwrap();
-    // Of 20 events, 4 + 3 are measured layers, 2 · 5 are recovery steps.
+    // Of the events 4 + 3 are measured layers, 2 · 5 are recovery steps; the search stops behind its one part only.
     for every in [1, 2, 3, 6] {
         let parts = tempfile::tempdir().unwrap();
         let mut starts = 0;
