@@ -42,4 +42,4 @@ soak: setup            ## fault campaigns, lossless decoding of 140 real prompts
 	cargo test --release --manifest-path tests/loom/Cargo.toml --target-dir target/loom -- --nocapture
 	cargo test --release --workspace --test end_to_end -- --ignored --nocapture --test-threads 1
 	cargo test --release --workspace --test decoders -- --ignored --nocapture
-	cargo test --release --workspace --test real_prompts -- --ignored --nocapture
+	cargo test --release --workspace --test real_prompts -- --ignored --nocapture --test-threads 1

@@ -7,6 +7,7 @@ use trainer::training::state_bytes;
 
 use crate::benchmarks::choose;
 use crate::models::{check_shapes, faster_dtype, initial_layers, kind, kind_name, layers_to_remove};
+use crate::progress::to_stdout;
 
 /// Validates against the models' shapes and prints the resolved recipe and the plan on stdout.
 pub(crate) fn check(mut recipe: Recipe) -> anyhow::Result<()> {
@@ -16,10 +17,10 @@ pub(crate) fn check(mut recipe: Recipe) -> anyhow::Result<()> {
     let depth = initial_layers(recipe, init.num_hidden_layers)?.len();
     let drafter = ModelConfig { num_hidden_layers: depth, ..init };
     let (target_kind, drafter_kind) = (kind(recipe.target.dtype), kind(recipe.drafter.dtype));
-    print!("{}", recipe.to_toml());
-    println!("\n# Plan");
-    println!("# target: {}", describe(&target, target_kind));
-    println!("# drafter: {}", describe(&drafter, drafter_kind));
+    let mut text = recipe.to_toml();
+    text += "\n# Plan\n";
+    text += &format!("# target: {}\n", describe(&target, target_kind));
+    text += &format!("# drafter: {}\n", describe(&drafter, drafter_kind));
     let train = &recipe.train;
     let (clean, responses) = match (train.batch_responses, train.batch_tokens) {
         // The last response may reach beyond.
@@ -32,29 +33,30 @@ pub(crate) fn check(mut recipe: Recipe) -> anyhow::Result<()> {
             )
         }
     };
-    println!(
+    text += &format!(
         "# training: {} steps of {responses}, {} blocks of {} in each response; up to {clean} clean tokens a step, in forwards of up to {} rows \
-         (a longer response has one of its own)",
+         (a longer response has one of its own)\n",
         train.steps, train.anchors, recipe.drafter.block_size, train.forward_rows
     );
     let state = |ranks| gigabytes(state_bytes(&drafter, ranks));
-    println!(
-        "# training state: {} on one device, {} on each of two, {} on each of eight (f32 masters, gradients and two moments)",
+    text += &format!(
+        "# training state: {} on one device, {} on each of two, {} on each of eight (f32 masters, gradients and two moments)\n",
         state(1),
         state(2),
         state(8)
     );
     let copy = count(&drafter) * drafter_kind.elt_size_in_bytes() as u64;
-    println!(
-        "# beside it on each device, at replays and saves: the whole drafter in {}, {}",
+    text += &format!(
+        "# beside it on each device, at replays and saves: the whole drafter in {}, {}\n",
         kind_name(drafter_kind),
         gigabytes(copy)
     );
     let teachers = if train.objective == Objective::Tokens { 1 } else { 2 };
     let logits = train.chunk_rows as u64 * drafter.vocab_size as u64 * 4 * teachers;
-    println!("# logits of one chunk of {} rows, whose gradient takes their place: {}", train.chunk_rows, gigabytes(logits));
-    println!(
-        "# pruning: up to {} of {depth} layers, {} steps of recovery after each",
+    text +=
+        &format!("# logits of one chunk of {} rows, whose gradient takes their place: {}\n", train.chunk_rows, gigabytes(logits));
+    text += &format!(
+        "# pruning: up to {} of {depth} layers, {} steps of recovery after each\n",
         layers_to_remove(recipe, depth),
         recipe.prune.recovery_steps
     );
@@ -63,9 +65,9 @@ pub(crate) fn check(mut recipe: Recipe) -> anyhow::Result<()> {
         let set =
             benchmark.preset.map(|preset| format!(": {} of `{}`, licence {}", preset.title, preset.dataset, preset.licence));
         let from = format!("{}{}", benchmark.path.display(), set.unwrap_or_default());
-        println!("# benchmark {}: {}; from {from}", benchmark.name, chosen.describe(benchmark));
+        text += &format!("# benchmark {}: {}; from {from}\n", benchmark.name, chosen.describe(benchmark));
     }
-    Ok(())
+    to_stdout(&text)
 }
 
 fn describe(config: &ModelConfig, kind: Kind) -> String {

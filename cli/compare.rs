@@ -2,7 +2,6 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
@@ -13,6 +12,7 @@ use evaluator::score::Score;
 
 use crate::BadRecipe;
 use crate::folder::name_of;
+use crate::progress::to_stdout;
 use crate::stages::Stage;
 
 #[derive(Args)]
@@ -81,11 +81,7 @@ pub(crate) fn compare(args: &CompareArgs) -> anyhow::Result<()> {
         Format::Csv => csv(&comparison),
         Format::Html => html(&comparison),
     };
-    match std::io::stdout().lock().write_all(text.as_bytes()) {
-        // Whoever reads it, such as `head`, has seen enough.
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
-        written => written.context("cannot write to stdout"),
-    }
+    to_stdout(&text)
 }
 
 /// A score, and where it came from.

@@ -141,6 +141,11 @@ pub(crate) fn inputs(recipe: &Recipe, stage: Stage, run: &RunFolder) -> anyhow::
         Stage::Prune => take("prune", &[]),
         Stage::Evaluate => {
             take("target", &["target.model"]);
+            // A block is what the checkpoints were trained on, or other figures.
+            take(
+                "drafter",
+                &["drafter.init", "drafter.layers", "drafter.keep_layers", "drafter.from_scratch", "drafter.untie_head"],
+            );
             // What is simulated from the rounds is worked out anew whenever the report is written.
             take("evaluate", &["evaluate.benchmarks", "evaluate.benchmark_folder", "evaluate.every", "evaluate.hardware"]);
             // Speed is measured against the target on the same device.
@@ -159,6 +164,7 @@ pub(crate) fn inputs(recipe: &Recipe, stage: Stage, run: &RunFolder) -> anyhow::
             inputs.insert("drafter.init".to_string(), model_identity(&recipe.drafter.init)?);
         }
         Stage::Evaluate => {
+            inputs.insert("target.model".to_string(), model_identity(&recipe.target.model)?);
             for benchmark in &recipe.evaluate.benchmarks {
                 // The same rows in another form are other prompts.
                 let form = benchmark.preset.map(|preset| format!(" as {}", &sha256_hex(format!("{:?}", preset.form))[..8]));

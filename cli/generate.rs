@@ -40,11 +40,11 @@ pub(crate) struct GenerateArgs {
     /// The drafter: a checkpoint's folder, or a run's, of which the best checkpoint is taken, else the latest.
     #[arg(long, value_name = "CHECKPOINT")]
     drafter: Option<PathBuf>,
-    /// How: drafting ahead beside the target, drafting and verifying by turns, or the target alone. The text is the same.
+    /// How: drafting ahead beside the target, drafting and verifying by turns, or the target alone. In f32 the text is the same.
     #[arg(long, value_name = "DECODER", default_value = "asynchronous", value_parser = PossibleValuesParser::new(DECODERS).map(decoder))]
     decoder: Decoder,
     /// End the answer after so many tokens.
-    #[arg(long, value_name = "N", default_value_t = 512)]
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least_one)]
     max_new_tokens: usize,
     /// 0 takes the likeliest token each time.
     #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature)]
@@ -112,7 +112,12 @@ fn dtype(name: String) -> Dtype {
 
 fn temperature(text: &str) -> Result<f64, String> {
     let value: f64 = text.parse().map_err(|_| "not a number".to_string())?;
-    if value.is_finite() && value >= 0.0 { Ok(value) } else { Err("must be 0 or more".to_string()) }
+    let may_be = value.is_finite() && (value == 0.0 || value >= configs::COLDEST);
+    if may_be { Ok(value) } else { Err(format!("must be 0, which takes the likeliest token, or at least {}", configs::COLDEST)) }
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|&number| number > 0).ok_or_else(|| "must be a whole number, at least 1".to_string())
 }
 
 fn share(text: &str) -> Result<f64, String> {
@@ -341,6 +346,7 @@ mod tests {
     #[test]
     fn numbers_that_cannot_be_meant_are_refused() {
         assert_eq!((temperature("0.7"), share("1")), (Ok(0.7), Ok(1.0)));
+        assert!(temperature("1e-300").is_err() && at_least_one("0").is_err());
         for wrong in ["nan", "inf", "-1", "warm"] {
             assert!(temperature(wrong).is_err() && share(wrong).is_err(), "{wrong}");
         }

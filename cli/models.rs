@@ -235,6 +235,15 @@ pub(crate) fn shape_of(file: &DrafterFile, folder: &Path) -> anyhow::Result<Bloc
         "prefix" => false,
         other => return Err(unknown("anchor_sees", other, "\"block\" and \"prefix\"").into()),
     };
+    if !(2..=configs::LARGEST_BLOCK).contains(&file.block_size) {
+        let (path, largest) = (folder.join("drafter.json"), configs::LARGEST_BLOCK);
+        return Err(BadRecipe(format!(
+            "`{}`: `block_size` is {}, but must be from 2 to {largest}",
+            path.display(),
+            file.block_size
+        ))
+        .into());
+    }
     Ok(BlockShape { block_size: file.block_size, mask_token: file.mask_token, labels, anchor_sees_block })
 }
 

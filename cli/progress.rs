@@ -1,9 +1,10 @@
 //! Progress for a person (bars on a terminal, plain lines when not) or for a machine (a JSON object a line). All of it on stderr.
 
 use std::cell::Cell;
-use std::io::IsTerminal;
+use std::io::{ErrorKind, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
+use anyhow::Context;
 use clap::ValueEnum;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
@@ -19,6 +20,23 @@ pub(crate) enum LogFormat {
 
 /// How often a bar that is not drawn writes a line instead.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Writes a line. That nobody reads any more, as when `tee` was interrupted first, is no reason to lose work.
+fn to_stderr(line: &str) {
+    let _ = writeln!(std::io::stderr().lock(), "{line}");
+}
+
+/// Writes a result, or a part of one.
+///
+/// # Errors
+/// It cannot be written, but for a reader who has seen enough and left, as `head` does.
+pub(crate) fn to_stdout(text: &str) -> anyhow::Result<()> {
+    let mut stdout = std::io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        written => written.context("cannot write to stdout"),
+    }
+}
 
 /// Writes everything that is not a result.
 pub(crate) struct Progress {
@@ -47,8 +65,8 @@ impl Progress {
 
     fn line(&self, kind: &str, message: &str, text: &str) {
         match self.format {
-            LogFormat::Text => eprintln!("{text}"),
-            LogFormat::Json => eprintln!("{}", json!({ kind: message })),
+            LogFormat::Text => to_stderr(text),
+            LogFormat::Json => to_stderr(&json!({ kind: message }).to_string()),
         }
     }
 
@@ -107,10 +125,12 @@ impl Bar {
         let seconds = self.begun.elapsed().as_secs_f64();
         let left = seconds / done.saturating_sub(first).max(1) as f64 * length.saturating_sub(done) as f64;
         match self.format {
-            LogFormat::Text => eprintln!("{:>12} {done}/{length} {message} [{seconds:.0} s, {left:.0} s left]", self.title),
+            LogFormat::Text => {
+                to_stderr(&format!("{:>12} {done}/{length} {message} [{seconds:.0} s, {left:.0} s left]", self.title));
+            }
             LogFormat::Json => {
                 let line = json!({ "progress": self.title, "done": done, "of": length, "message": message, "seconds": seconds, "seconds_left": left });
-                eprintln!("{line}");
+                to_stderr(&line.to_string());
             }
         }
     }
@@ -123,8 +143,8 @@ impl Bar {
     /// A line that stays above the bar.
     pub(crate) fn note(&self, message: &str) {
         match self.format {
-            LogFormat::Json => eprintln!("{}", json!({ "note": message })),
-            LogFormat::Text => self.bar.suspend(|| eprintln!("{message}")),
+            LogFormat::Json => to_stderr(&json!({ "note": message }).to_string()),
+            LogFormat::Text => self.bar.suspend(|| to_stderr(message)),
         }
     }
 }

@@ -231,6 +231,7 @@ impl Scorer {
             hit_rate_by_blocks: ahead.hit_rate_by_blocks,
             concurrency: self.settings.concurrency,
             temperature: self.settings.sampler.temperature,
+            sampling: sampling(&self.settings),
             drafts: drafts_name(self.settings.drafts).to_string(),
             decoders: evaluation.decoders,
         };
@@ -330,4 +331,11 @@ fn summary(score: &Score) -> String {
         }
     }
     words.join("; ")
+}
+
+/// How tokens are chosen beside the temperature, and how many, as far as it changes what is measured.
+fn sampling(settings: &Settings) -> String {
+    let Sampler { temperature, top_p, top_k, .. } = &settings.sampler;
+    let chosen = if *temperature > 0.0 { format!("top-p {top_p}, top-k {top_k}, ") } else { String::new() };
+    format!("{chosen}at most {} new tokens", settings.max_new_tokens)
 }

@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::Stage;
 use super::evaluate::simulate;
 use crate::folder::RunFolder;
-use crate::progress::Progress;
+use crate::progress::{Progress, to_stdout};
 
 /// Rounds shown in the timeline.
 const TIMELINE_ROUNDS: usize = 12;
@@ -49,7 +49,7 @@ pub(super) fn write(recipe: &Recipe, run: &RunFolder, progress: &Progress) -> an
     let path = run.path.join("report.html");
     data::files::write_atomically(&path, html(&input).as_bytes())
         .with_context(|| format!("cannot write `{}`", path.display()))?;
-    print!("{}", table(&scores));
+    to_stdout(&table(&scores))?;
     progress.note(&format!("{:>12} {}", "report", path.display()));
     Ok(())
 }

@@ -125,8 +125,9 @@ fn latency(name: &str, section: &Section<typed::Latency>, whole_file: &Place) ->
     let milliseconds = |field: &Field<f64>| {
         let key = format!("{name}.{}", field.key);
         let written = required(&key, field, place)?;
-        if written.value < 0.0 {
-            return Err(bad(&key, &written.place, &format!("must be at least 0, not `{}`", written.value)));
+        // An hour: beyond that sums of many rounds mean nothing.
+        if !(0.0..=3.6e6).contains(&written.value) {
+            return Err(bad(&key, &written.place, &format!("must be from 0 to 3600000 milliseconds, not `{}`", written.value)));
         }
         Ok(written.value)
     };

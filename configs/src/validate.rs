@@ -12,6 +12,15 @@ use crate::{
     Objective, PositionWeights, Prune, Recipe, RecipeError, Regenerate, Schedule, Target, Train, hardware, paths,
 };
 
+/// The lowest temperature above 0: logits over much lower ones are no numbers any more.
+pub const COLDEST: f64 = 0.001;
+
+/// Slots of a block at most.
+pub const LARGEST_BLOCK: usize = 1024;
+
+/// Blocks that a rectangle may have in a round.
+const MOST_BLOCKS: usize = 1024;
+
 const DTYPES: &[(&str, Dtype)] = &[("auto", Dtype::Auto), ("f32", Dtype::F32), ("bf16", Dtype::Bf16)];
 const LABELS: &[(&str, Labels)] = &[("in_place", Labels::InPlace), ("next", Labels::Next)];
 const OBJECTIVES: &[(&str, Objective)] =
@@ -82,7 +91,12 @@ fn drafter(section: &Section<typed::Drafter>, whole_file: &Place) -> Result<Draf
         layers: layers(&fields.layers)?,
         keep_layers: optional_count(&fields.keep_layers)?,
         from_scratch: any(&fields.from_scratch, false),
-        block_size: within(&fields.block_size, block_size, |size| *size >= 2, "must be at least 2, an anchor and a mask")?,
+        block_size: within(
+            &fields.block_size,
+            block_size,
+            |size| (2..=LARGEST_BLOCK).contains(size),
+            &format!("must be at least 2, an anchor and a mask, and at most {LARGEST_BLOCK}"),
+        )?,
         dtype: choice(&fields.dtype, Dtype::Auto, DTYPES)?,
         labels: choice(&fields.labels, Labels::InPlace, LABELS)?,
         anchor_sees: choice(
@@ -143,7 +157,7 @@ fn regenerate(fields: &typed::Regenerate) -> Result<Regenerate, RecipeError> {
         }
     }
     Ok(Regenerate {
-        temperature: not_negative(&fields.temperature, 0.0)?,
+        temperature: temperature(&fields.temperature)?,
         top_p: share(&fields.top_p, 1.0)?,
         top_k: any(&fields.top_k, 0),
         max_new_tokens: count(&fields.max_new_tokens, 2048)?,
@@ -242,6 +256,13 @@ fn evaluate(fields: &typed::Evaluate) -> Result<Evaluate, RecipeError> {
         return Err(bad(fields.hardware.key, &written.place, &fault));
     }
     let fan_out = choice(&fields.fan_out, FanOut::Rectangle, FAN_OUTS)?;
+    if let (Some(written), true) = (&fields.candidates.written, fan_out == FanOut::Rectangle) {
+        let (positions, candidates) = (count(&fields.positions, 11)?, count(&fields.candidates, 2)?);
+        if positions.saturating_mul(candidates) > MOST_BLOCKS {
+            let fault = format!("times `evaluate.positions` makes more than {MOST_BLOCKS} blocks in each round; give fewer");
+            return Err(bad(fields.candidates.key, &written.place, &fault));
+        }
+    }
     // As long as the set that asks for most.
     let max_new_tokens = benchmarks.iter().filter_map(|benchmark| Some(benchmark.preset?.max_new_tokens)).max();
     Ok(Evaluate {
@@ -256,7 +277,7 @@ fn evaluate(fields: &typed::Evaluate) -> Result<Evaluate, RecipeError> {
         limit: optional_count(&fields.limit)?,
         every: optional_count(&fields.every)?,
         max_new_tokens: count(&fields.max_new_tokens, max_new_tokens.unwrap_or(2048))?,
-        temperature: not_negative(&fields.temperature, 0.0)?,
+        temperature: temperature(&fields.temperature)?,
         top_p: share(&fields.top_p, 1.0)?,
         top_k: any(&fields.top_k, 0),
         hardware,
@@ -287,7 +308,7 @@ fn budget(field: &Field<Budget>, fan_out: FanOut) -> Result<Option<Budget>, Reci
 fn drafts(fields: &typed::Evaluate) -> Result<Drafts, RecipeError> {
     let drafts = choice(&fields.drafts, Drafts::Point, DRAFTS)?;
     match &fields.drafts.written {
-        Some(written) if drafts == Drafts::Sampled && not_negative(&fields.temperature, 0.0)? == 0.0 => {
+        Some(written) if drafts == Drafts::Sampled && temperature(&fields.temperature)? == 0.0 => {
             let fault = "cannot be `sampled` while `evaluate.temperature` is 0, where nothing is left to chance; \
                          raise the temperature or take `point`";
             Err(bad(fields.drafts.key, &written.place, fault))
@@ -402,6 +423,11 @@ fn positive(field: &Field<f64>, default: f64) -> Result<f64, RecipeError> {
 
 fn not_negative(field: &Field<f64>, default: f64) -> Result<f64, RecipeError> {
     checked(field, default, |value| *value >= 0.0, "must be at least 0")
+}
+
+fn temperature(field: &Field<f64>) -> Result<f64, RecipeError> {
+    let may_be = |value: &f64| *value == 0.0 || *value >= COLDEST;
+    checked(field, 0.0, may_be, &format!("must be 0, which takes the likeliest token, or at least {COLDEST}"))
 }
 
 fn fraction(field: &Field<f64>, default: f64) -> Result<f64, RecipeError> {

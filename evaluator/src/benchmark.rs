@@ -16,6 +16,7 @@ use crate::bootstrap::ratio_interval;
 use crate::decode::{DecodeError, Decoded, Event, Settings, autoregressive, lockstep};
 use crate::drafter::Drafter;
 use crate::rounds::{Round, ratio, tally};
+use crate::sampling::Sampler;
 use crate::score::{BenchmarkScore, DecoderScore, Divergence, PromptFigures, RoundRow};
 use crate::under_way::target_logits;
 
@@ -191,9 +192,7 @@ impl Run<'_> {
             if prompts.is_empty() {
                 break;
             }
-            // Turns of one conversation draw different noise.
-            let mut settings = self.settings.clone();
-            settings.sampler.seed = settings.sampler.seed.wrapping_add(number as u64);
+            let settings = Settings { sampler: of_turn(&self.settings.sampler, number), ..self.settings.clone() };
             let mut decoded = self.decode(&prompts, &settings, on_text)?;
             decoded.sort_by_key(|text| text.prompt);
             for text in &mut decoded {
@@ -350,12 +349,13 @@ fn compare(
         return Ok(());
     }
     let mut compared = 0;
-    for (turn, texts) in baseline.turns.iter().zip(texts) {
+    for (number, (turn, texts)) in baseline.turns.iter().zip(texts).enumerate() {
+        let sampler = of_turn(&settings.sampler, number);
         for (index, (text, expected)) in texts.iter().zip(&turn.answers).enumerate() {
             compared += 1;
             if text.tokens != *expected {
-                let divergence = first_divergence(target, text.prompt, &turn.prompts[index], &text.tokens, expected, settings)?;
-                score.first_divergences.push(divergence);
+                let divergence = first_divergence(target, &turn.prompts[index], (&text.tokens, expected), &sampler, index)?;
+                score.first_divergences.push(Divergence { prompt: text.prompt, ..divergence });
             }
         }
     }
@@ -366,15 +366,20 @@ fn compare(
     Ok(())
 }
 
+/// What draws in the turn of this number: turns of one conversation draw different noise.
+fn of_turn(sampler: &Sampler, number: usize) -> Sampler {
+    Sampler { seed: sampler.seed.wrapping_add(number as u64), ..sampler.clone() }
+}
+
 /// Looks at the target's scores where two texts part. In f32 that is a fault in a decoder; in bf16 the number of rows in a forward can
-/// turn the choice round where both tokens score alike: a near-tie, as long as they are no further apart than such forwards differ.
+/// turn the choice round where both tokens score alike: a near-tie, as long as they are no further apart than such forwards differ. A
+/// token that such forwards now leave out by top-k or top-p and now do not is a near-tie as well.
 fn first_divergence(
     target: &Transformer,
-    prompt: usize,
     prompt_ids: &[u32],
-    found: &[u32],
-    expected: &[u32],
-    settings: &Settings,
+    (found, expected): (&[u32], &[u32]),
+    sampler: &Sampler,
+    request: usize,
 ) -> Result<Divergence, DecodeError> {
     let _no_grad = tch::no_grad_guard();
     let position = found.iter().zip(expected).take_while(|(one, other)| one == other).count();
@@ -390,20 +395,25 @@ fn first_divergence(
             cache.set_length(0, before.len());
         }
         let logits_rv = target_logits(target, &cache, &[(0, last)], 1)?;
-        let chosen_by = || torch::to_f32s(&settings.sampler.scores(&logits_rv, prompt as u64, &[position]));
+        let chosen_by = || torch::to_f32s(&sampler.scores(&logits_rv, request as u64, &[position]));
         scores.push(torch::guarded("comparing texts", chosen_by)?);
     }
     let alone = &scores[0];
     let best = alone.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let (expected, found) = (expected.get(position).copied(), found.get(position).copied());
     let score_of = |token: Option<u32>| token.and_then(|token| alone.get(token as usize)).copied().unwrap_or(f32::NEG_INFINITY);
-    let margin = f64::from(best - score_of(expected).min(score_of(found)));
+    let margin = Some(f64::from(best - score_of(expected).min(score_of(found)))).filter(|margin| margin.is_finite());
     let differences =
         scores[1..].iter().flat_map(|scores| scores.iter().zip(alone)).map(|(one, other)| f64::from((one - other).abs()));
     let noise = differences.filter(|difference| difference.is_finite()).fold(0.0, f64::max);
+    let comes_and_goes = |token: Option<u32>| {
+        let kept = |scores: &Vec<f32>| token.and_then(|token| scores.get(token as usize)).is_some_and(|score| score.is_finite());
+        scores.iter().any(kept) && !scores.iter().all(kept)
+    };
     // Either score may have moved by the noise.
-    let near_tie = target.kind() == Kind::BFloat16 && margin <= 2.0 * noise;
-    Ok(Divergence { prompt, position, expected, found, margin, noise, near_tie })
+    let tied = margin.is_some_and(|margin| margin <= 2.0 * noise) || comes_and_goes(expected) || comes_and_goes(found);
+    let near_tie = target.kind() == Kind::BFloat16 && tied;
+    Ok(Divergence { prompt: 0, position, expected, found, margin, noise, near_tie })
 }
 
 /// Rows of the forwards whose scores are compared; the first is the autoregressive decoder's.

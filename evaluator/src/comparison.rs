@@ -405,7 +405,17 @@ fn obstacles_for_tau(ours: &Score, theirs: &Score) -> Vec<String> {
     if ours.temperature != theirs.temperature {
         reasons.push(format!("other temperature ({}, the reference's {})", ours.temperature, theirs.temperature));
     }
+    if ours.sampling != theirs.sampling {
+        reasons.push(format!("sampled otherwise ({}, the reference {})", said(&ours.sampling), said(&theirs.sampling)));
+    }
+    if ours.drafts != theirs.drafts {
+        reasons.push(format!("drafts are {}, the reference's {}", said(&ours.drafts), said(&theirs.drafts)));
+    }
     reasons
+}
+
+fn said(text: &str) -> &str {
+    if text.is_empty() { "not said how" } else { text }
 }
 
 /// Why the speeds differ whatever the checkpoint, beside [`obstacles_for_tau`].
@@ -421,8 +431,9 @@ fn obstacles_for_speed(entry: &Entry, reference: &Entry, benchmark: &str) -> Vec
     let alone = figures(ours, ALONE, benchmark).zip(figures(theirs, ALONE, benchmark));
     let ratio = alone.and_then(|(ours, theirs)| pairs(ours, theirs).ok()).and_then(|pairs| speed_ratio(&pairs, 4));
     match ratio {
-        // Checkpoints of one run share the measurement, and then this is 1 exactly.
-        Some(Estimate { verdict: Some(Verdict::NoDifferenceShown), .. }) => {}
+        // Checkpoints of one run share the measurement, and then this is 1 exactly. That no difference is shown is not enough: it must be
+        // shown to be small.
+        Some(Estimate { interval: Some((low, high)), .. }) if low > 1.0 - EQUALLY_FAST && high < 1.0 + EQUALLY_FAST => {}
         Some(Estimate { value, interval: Some((low, high)), .. }) => reasons.push(format!(
             "the target alone ran {value:.2}× ({low:.2}× to {high:.2}×) as fast as for the reference: another machine, or not as \
              idle; look at the speedups"
@@ -432,6 +443,9 @@ fn obstacles_for_speed(entry: &Entry, reference: &Entry, benchmark: &str) -> Vec
     }
     reasons
 }
+
+/// The target alone is as fast on both sides if its speeds are shown to be no further apart than this share.
+const EQUALLY_FAST: f64 = 0.1;
 
 /// Ranks the rows of one benchmark.
 fn fastest(entries: &[Entry], rows: &[Row], benchmark: &str) -> Option<Fastest> {

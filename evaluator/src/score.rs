@@ -51,6 +51,9 @@ pub struct Score {
     /// The target's temperature; 0 is greedy.
     #[serde(default)]
     pub temperature: f64,
+    /// The rest of how tokens were chosen and how many: top-p, top-k, seed, new tokens at most. Empty in old files.
+    #[serde(default)]
+    pub sampling: String,
     /// How drafted tokens were chosen: `point` or `sampled`. Where they are sampled, texts are not compared with the autoregressive
     /// decoder's, with which they agree in distribution only.
     #[serde(default = "point")]
@@ -177,8 +180,9 @@ pub struct Divergence {
     pub expected: Option<u32>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub found: Option<u32>,
-    /// By how much the target prefers its best token to its second there.
-    pub margin: f64,
+    /// By how much the target prefers its best token to the worse of these two; absent where that one was left out by top-k or top-p.
+    #[serde(default)]
+    pub margin: Option<f64>,
     /// By how much the target's scores there move with the number of rows in a forward, measured.
     #[serde(default)]
     pub noise: f64,
@@ -358,6 +362,7 @@ mod tests {
             )]),
             concurrency: 1,
             temperature: 0.0,
+            sampling: String::new(),
             drafts: "point".to_string(),
             decoders: BTreeMap::from([
                 ("autoregressive".to_string(), decoder(figures)),

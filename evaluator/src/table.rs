@@ -77,11 +77,12 @@ pub(crate) fn grid(scores: &[Value]) -> Grid {
 
 fn row(score: &Value, benchmark: &str, decoders: &[String]) -> Vec<String> {
     let asynchronous = measured(score, "asynchronous", benchmark);
+    let tau = number(asynchronous, "tau_pooled").or_else(|| number(measured(score, "lockstep", benchmark), "tau_pooled"));
     let mut cells = vec![
         checkpoint_name(score),
         if benchmark.is_empty() { ABSENT.to_owned() } else { printable(benchmark) },
         or_absent(number(score, "layers"), |layers| format!("{layers}")),
-        or_absent(number(asynchronous, "tau_pooled"), |tau| format!("{tau:.2}")),
+        or_absent(tau, |tau| format!("{tau:.2}")),
     ];
     for decoder in decoders {
         let figures = measured(score, decoder, benchmark);

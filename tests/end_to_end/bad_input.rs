@@ -40,6 +40,23 @@ fn recipes_that_cannot_be_carried_out_exit_2_and_name_the_key() {
     }
 }
 
+#[test]
+fn a_result_that_cannot_be_written_is_no_defect_and_progress_that_cannot_be_is_no_failure() {
+    let folder = tempfile::tempdir().unwrap();
+    tiny::write(folder.path());
+    let full = || fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let check = |command: &mut std::process::Command| command.output().unwrap();
+    let output = check(drafthorse(folder.path(), &["check", "recipe.toml"]).stdout(full()));
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("error: cannot write to stdout"), "{}", stderr(&output));
+    // Whoever read the progress may be gone, as `tee` is after an interrupt.
+    let output = drafthorse(folder.path(), &["compare", "absent"]).stderr(full()).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let output = drafthorse(folder.path(), &["run", "recipe.toml", "--until", "regenerate"]).stderr(full()).output().unwrap();
+    assert_eq!(output.status.code(), Some(0));
+    assert!(folder.path().join("runs/tiny/responses/manifest.json").exists());
+}
+
 /// A tiny model's folder, changed by `spoil`, as the target: exit code 1, a message with all of `expected`, nothing begun.
 fn assert_model_is_refused(spoil: impl Fn(&Path), expected: &[&str]) {
     let folder = tempfile::tempdir().unwrap();

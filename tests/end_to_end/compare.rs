@@ -52,6 +52,7 @@ fn write_score(folder: &Path, checkpoint: &str, layers: usize, rounds: usize) {
         concurrency: 1,
         drafts: "point".to_string(),
         temperature: 0.0,
+        sampling: String::new(),
         decoders: BTreeMap::from([
             ("autoregressive".to_string(), figures(60, 0.02, None)),
             ("lockstep".to_string(), figures(rounds, 0.04, Some(1.2))),

@@ -125,6 +125,12 @@ fn a_budget_is_measured_once_and_kept() {
     }
     let report = fs::read_to_string(folder.path().join("runs/tiny/report.html")).unwrap();
     assert!(report.contains("has a continuation ready for"));
+
+    // Blocks of another shape would be scored as if they were the checkpoint's.
+    let other = ["evaluate", "runs/tiny", "--set", "drafter.anchor_sees=block"];
+    let output = drafthorse(folder.path(), &other).output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert!(stderr(&output).contains("drafter.anchor_sees: "), "{}", stderr(&output));
 }
 
 #[test]

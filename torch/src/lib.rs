@@ -62,9 +62,13 @@ pub fn bf16_is_faster(device: Device) -> bool {
     if matches!(device, Device::Cuda(_)) {
         return true;
     }
-    let has_units =
-        std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains("avx512_bf16") || text.contains("amx_bf16"));
-    has_units && seconds_to_multiply(Kind::BFloat16, device) < seconds_to_multiply(Kind::Float, device)
+    // Once for a process: a second timing might say otherwise, and two models of one command compute alike.
+    static FASTER: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+    *FASTER.get_or_init(|| {
+        let has_units =
+            std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains("avx512_bf16") || text.contains("amx_bf16"));
+        has_units && seconds_to_multiply(Kind::BFloat16, device) < seconds_to_multiply(Kind::Float, device)
+    })
 }
 
 /// The best of a few products of training's usual shape.

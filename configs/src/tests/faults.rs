@@ -91,7 +91,7 @@ fn impossible_values_are_refused() {
     let folder = Folder::new();
     assert_eq!(
         folder.message_with("block_size = 1"),
-        "recipe.toml:8:14: `drafter.block_size` must be at least 2, an anchor and a mask, not `1`\n\
+        "recipe.toml:8:14: `drafter.block_size` must be at least 2, an anchor and a mask, and at most 1024, not `1`\n\
          8 | block_size = 1\n  |              ^"
     );
     for (setting, says) in [
@@ -116,7 +116,10 @@ fn impossible_values_are_refused() {
         ("data.limit=0", "must be at least 1, not `0`"),
         ("regenerate.engine=server", "`server` is not available yet; available: `builtin`"),
         ("regenerate.engine=vllm", "must be `builtin`, not `vllm`"),
-        ("regenerate.temperature=-1", "must be at least 0, not `-1`"),
+        ("regenerate.temperature=-1", "must be 0, which takes the likeliest token, or at least 0.001, not `-1`"),
+        ("evaluate.temperature=0.0001", "must be 0, which takes the likeliest token, or at least 0.001, not `0.0001`"),
+        ("drafter.block_size=1025", "must be at least 2, an anchor and a mask, and at most 1024, not `1025`"),
+        ("evaluate.candidates=100", "times `evaluate.positions` makes more than 1024 blocks in each round; give fewer"),
         ("regenerate.top_p=0", "must be greater than 0 and at most 1, not `0`"),
         ("regenerate.top_p=1.5", "must be greater than 0 and at most 1, not `1.5`"),
         ("regenerate.batch_rows=0", "must be at least 1, not `0`"),

@@ -50,6 +50,7 @@ fn entry(label: &str, layers: usize, rounds: &[usize], seconds: f64) -> Entry {
         concurrency: 1,
         drafts: "point".to_string(),
         temperature: 0.0,
+        sampling: String::new(),
         decoders: BTreeMap::from([
             (ALONE.to_string(), decoder(alone)),
             ("lockstep".to_string(), decoder(benchmark(rounds, seconds * 1.5))),
@@ -194,7 +195,7 @@ fn the_fastest_has_the_same_output_and_those_it_is_not_shown_to_beat_are_named()
     figures_of(&mut tied, RANKED).identical_to_autoregressive = Some(false);
     figures_of(&mut tied, RANKED).near_ties = Some(1);
     figures_of(&mut tied, RANKED).first_divergences =
-        vec![Divergence { prompt: 0, position: 1, expected: None, found: None, margin: 0.0, noise: 0.0, near_tie: true }];
+        vec![Divergence { prompt: 0, position: 1, expected: None, found: None, margin: Some(0.0), noise: 0.0, near_tie: true }];
     let entries = [entry("slow", 30, &rounds(|_| 9), 0.03), wrong, entry("even", 29, &rounds(|_| 1), 0.0299), tied];
     let comparison = compare(&entries, None, &[]).unwrap();
     let identical: Vec<&str> =

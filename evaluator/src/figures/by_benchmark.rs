@@ -71,6 +71,8 @@ impl Quantity {
         let value = number(figures, self.value).filter(|value| is_drawable(*value))?;
         let print = |value: f64| format!("{value:.2}{}", self.unit);
         let interval = figures[self.interval].as_array().and_then(|ends| Some((ends.first()?.as_f64()?, ends.get(1)?.as_f64()?)));
+        // One prompt has no spread, whatever a file says.
+        let interval = interval.filter(|_| number(figures, "prompts").is_none_or(|prompts| prompts > 1.0));
         let spread = interval.map_or_else(String::new, |(low, high)| format!(", {} to {}", print(low), print(high)));
         let text = print(value);
         let hover = format!("{}, {benchmark}: {text}{spread}", checkpoint_name(score));
