@@ -134,7 +134,10 @@ fn read(argument: &Path) -> anyhow::Result<Vec<Found>> {
     let mut found = Vec::new();
     for name in names {
         let path = folder.join(format!("{name}.json"));
-        found.push(Found { run: Some(run.clone()), score: Score::read(&path)?, path });
+        let score = Score::read(&path).map_err(|error| {
+            BadRecipe(format!("{error}; `drafthorse run {} --restart evaluate` scores the run again", run.display()))
+        })?;
+        found.push(Found { run: Some(run.clone()), score, path });
     }
     found.sort_by_key(|found| std::cmp::Reverse(found.score.layers));
     Ok(found)
@@ -175,11 +178,17 @@ fn labelled(found: Vec<Found>) -> Vec<Entry> {
         })
         .collect();
     let is_unique = |label: &String| plain.iter().filter(|other| *other == label).count() == 1;
+    let stem = |one: &Found| one.path.with_extension("").display().to_string();
+    // `a.json` and `a.old` have one stem, but no two have one path.
+    let by_path = |one: &Found| {
+        let shared = found.iter().filter(|other| stem(other) == stem(one)).count() > 1;
+        if shared { one.path.display().to_string() } else { stem(one) }
+    };
     found
         .iter()
         .zip(&plain)
         .map(|(one, label)| Entry {
-            label: if is_unique(label) { label.clone() } else { one.path.with_extension("").display().to_string() },
+            label: if is_unique(label) { label.clone() } else { by_path(one) },
             run: one.run.as_ref().map(run_name),
             score: one.score.clone(),
         })

@@ -37,7 +37,8 @@ pub(crate) struct GenerateArgs {
     /// The model that answers: a folder with safetensors, or a .gguf file.
     #[arg(long, value_name = "MODEL")]
     target: String,
-    /// The drafter: a checkpoint's folder, or a run's, of which the best checkpoint is taken, else the latest.
+    /// The drafter: a checkpoint's folder, or a run's, of which the best checkpoint is taken, else the latest. The autoregressive decoder
+    /// takes no notice of it.
     #[arg(long, value_name = "CHECKPOINT")]
     drafter: Option<PathBuf>,
     /// How: drafting ahead beside the target, drafting and verifying by turns, or the target alone. In f32 the text is the same.
@@ -91,9 +92,9 @@ A pruned checkpoint, sampling, the prompt from a file:
 On a terminal, tokens that were drafted and accepted are green, those that the target put in place of a wrong one red, and those that
 it added behind a draft accepted whole cyan; a round is underlined when its draft was not ready and the target had to wait. Elsewhere,
 or with NO_COLOR set, the text is plain. The figures at the end go to stderr: τ is the number of tokens committed per round, hit rate
-the share of rounds whose draft was ready. Ctrl-C ends after the round under way.
+the share of rounds whose draft was ready. Ctrl-C ends after the round under way, a second one at once.
 
-Exit codes: 0 done, 1 failed, 2 bad usage, 3 interrupted.";
+Exit codes: 0 done, 1 failed, 2 bad usage, 3 interrupted, 130 interrupted twice.";
 
 const DECODERS: [&str; 3] = ["asynchronous", "lockstep", "autoregressive"];
 
@@ -153,6 +154,18 @@ pub(crate) fn generate(args: &GenerateArgs, progress: &Progress, stop: &AtomicBo
     let system = args.system.iter().map(|system| message("system", system));
     let messages: Vec<Message> = system.chain([message("user", &prompt)]).collect();
     let prompts = [text.prompt(&messages, args.thinking)?.1];
+    let (length, longest) = (prompts[0].len(), target.config.max_position_embeddings.max(0) as usize);
+    if length >= longest {
+        return Err(bad(format!(
+            "the prompt has {length} tokens with its chat template, but the target reads at most {longest} \
+             (`max_position_embeddings`); shorten it"
+        )));
+    }
+    if args.max_new_tokens > longest - length {
+        let left = longest - length;
+        progress
+            .note(&format!("{:>12} mind: after {left} tokens the target is beyond the {longest} it was made for", "generate"));
+    }
 
     let stdout = std::io::stdout();
     let looks = Looks::choose(stdout.is_terminal(), |name| std::env::var(name).ok());
@@ -316,6 +329,14 @@ fn check_fit(args: &GenerateArgs, text: &Text, folder: &Path, file: &DrafterFile
         return Err(bad(format!(
             "`{name}` has a vocabulary of {} and `{}` of {}; a drafter must be made for its target's",
             drafter.vocab_size, args.target, target.vocab_size
+        )));
+    }
+    if i64::from(file.mask_token) >= drafter.vocab_size {
+        return Err(bad(format!(
+            "`{}`: `mask_token` is {}, but the drafter has {} embedding rows; it is no checkpoint as training wrote it",
+            folder.join("drafter.json").display(),
+            file.mask_token,
+            drafter.vocab_size
         )));
     }
     // Vocabularies of one size may still be two. Ids that only one side names fill up its embedding.

@@ -47,7 +47,8 @@ Start here:
   drafthorse generate --help                                 then watch its drafter at work on a prompt of yours
 
 A stage that is done is skipped, one that was cut short goes on where it was, and one whose inputs changed is refused with the list
-of what changed, unless --restart STAGE. Exit codes: 0 done, 1 failed, 2 bad usage or recipe, 3 interrupted and resumable.";
+of what changed, unless --restart STAGE. Exit codes: 0 done, 1 failed, 2 bad usage or recipe, 3 interrupted and resumable; 130 ended
+at once by a second Ctrl-C.";
 
 #[derive(Subcommand)]
 enum Command {

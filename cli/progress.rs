@@ -60,7 +60,10 @@ impl Progress {
 
     /// What went wrong.
     pub(crate) fn error(&self, message: &str) {
-        self.line("error", message, &format!("error: {message}"));
+        // Messages quote names from files, and an escape sequence in one must not disturb the terminal.
+        let is_unsafe = |character: char| character.is_control() && character != '\n' && character != '\t';
+        let shown: String = message.chars().map(|it| if is_unsafe(it) { '\u{fffd}' } else { it }).collect();
+        self.line("error", message, &format!("error: {shown}"));
     }
 
     fn line(&self, kind: &str, message: &str, text: &str) {

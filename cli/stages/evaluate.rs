@@ -219,6 +219,7 @@ impl Scorer {
             kind: file.kind,
             target: name_of(recipe.target.model.as_ref()),
             dtype: models::kind_name(self.target.kind()).to_string(),
+            drafter_dtype: models::kind_name(model.kind()).to_string(),
             block_size: shape.block_size,
             layers: file.layers,
             parameters: Some(model.named_parameters().iter().map(|(_, tensor)| tensor.numel() as u64).sum()),

@@ -88,7 +88,8 @@ pub struct Row {
     pub speedup: Option<f64>,
     pub speedup_interval: Option<(f64, f64)>,
     pub hit_rate: Option<f64>,
-    /// The same tokens as autoregressive decoding: `yes`, `near-ties` (but for those) or `no`.
+    /// The same tokens as autoregressive decoding: `yes`, `near-ties` (but for those) or `no`; `in distribution` where drafts are sampled,
+    /// and texts agree in no more than that.
     pub identical: Option<&'static str>,
     /// From the row of the reference with the same benchmark and decoder; absent for that row and for the target alone.
     pub difference: Option<Difference>,
@@ -185,6 +186,8 @@ pub struct Fastest {
 pub enum ComparisonError {
     #[error("there are no figures to compare: no score has a benchmark")]
     Nothing,
+    #[error("`{label}` has no figures: its evaluation had no decoder or no benchmark; leave it out, or evaluate it again")]
+    Empty { label: String },
     #[error("no score is called `{label}`; there are: {}", known.join(", "))]
     UnknownLabel { label: String, known: Vec<String> },
     #[error("no score has the benchmark `{name}`; there are: {}", known.join(", "))]
@@ -210,6 +213,10 @@ pub fn compare(entries: &[Entry], against: Option<&str>, benchmarks: &[String]) 
     }
     if known.is_empty() {
         return Err(ComparisonError::Nothing);
+    }
+    let is_empty = |entry: &&Entry| entry.score.decoders.values().all(|decoder| decoder.benchmarks.is_empty());
+    if let Some(entry) = entries.iter().find(is_empty) {
+        return Err(ComparisonError::Empty { label: entry.label.clone() });
     }
     known.retain(|name| benchmarks.is_empty() || benchmarks.contains(name));
 
@@ -284,12 +291,15 @@ fn row(entry: &Entry, decoder: &str, benchmark: &str, figures: &BenchmarkScore) 
         speedup: figures.speedup,
         speedup_interval: figures.speedup_interval.filter(|_| figures.prompts > 1),
         hit_rate: figures.hit_rate,
-        identical: identical(figures),
+        identical: identical(score, decoder, figures),
         difference: None,
     }
 }
 
-fn identical(figures: &BenchmarkScore) -> Option<&'static str> {
+fn identical(score: &Score, decoder: &str, figures: &BenchmarkScore) -> Option<&'static str> {
+    if score.drafts == "sampled" && score.temperature > 0.0 && decoder != ALONE {
+        return Some("in distribution");
+    }
     let divergences = figures.first_divergences.len();
     Some(match figures.identical_to_autoregressive? {
         true => "yes",
@@ -453,7 +463,7 @@ fn fastest(entries: &[Entry], rows: &[Row], benchmark: &str) -> Option<Fastest> 
         None => true,
         Some(difference) => difference.speed_ratio.is_some_and(|ratio| ratio.verdict.is_some()),
     };
-    let same_output = |row: &&Row| matches!(row.identical, Some("yes" | "near-ties"));
+    let same_output = |row: &&Row| matches!(row.identical, Some("yes" | "near-ties" | "in distribution"));
     let of_benchmark = rows.iter().filter(|row| row.benchmark == benchmark && row.decoder == RANKED);
     let ranked: Vec<&Row> = of_benchmark.filter(comparable).filter(same_output).collect();
     if ranked.len() < 2 {

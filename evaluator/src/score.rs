@@ -28,6 +28,9 @@ pub struct Score {
     pub kind: String,
     pub target: String,
     pub dtype: String,
+    /// The drafter's. Empty in old files.
+    #[serde(default)]
+    pub drafter_dtype: String,
     pub block_size: usize,
     pub layers: usize,
     /// Of the drafter.
@@ -344,6 +347,7 @@ mod tests {
             kind: "d3d".to_string(),
             target: "small".to_string(),
             dtype: "f32".to_string(),
+            drafter_dtype: "bf16".to_string(),
             block_size: 8,
             layers: 29,
             parameters: Some(131_000_000),

@@ -1,5 +1,5 @@
 //! Lossless on a real model and real prompts: SmolLM2 in f32, 20 prompts of each of seven benchmarks, every decoder, every fan-out, one text
-//! at a time and four. Takes an hour or two: `make soak`.
+//! at a time and four. Takes an hour or two in all, minutes for one benchmark (`cargo test … -- --ignored gsm8k`): `make soak`.
 
 #![allow(clippy::unwrap_used)]
 
@@ -16,8 +16,8 @@ use evaluator::{DecodeError, Decoded, Drafter, Event, Sampler, Settings, asynchr
 use model::{Transformer, weights};
 use tch::{Device, Kind};
 
-const SETS: [&str; 7] = ["gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench"];
-const PROMPTS_OF_EACH: usize = 20;
+/// From each benchmark.
+const PROMPTS: usize = 20;
 const NEW_TOKENS: usize = 128;
 /// `<empty_output>`, which SmolLM2 does not use in chats.
 const MASK_TOKEN: u32 = 16;
@@ -57,15 +57,12 @@ fn drafter(model: &Path) -> Drafter {
     }
 }
 
-fn prompts(benchmarks: &Path, model: &Path) -> Vec<Vec<u32>> {
+fn prompts(benchmarks: &Path, set: &str, model: &Path) -> Vec<Vec<u32>> {
     let gguf = GgufFile::open(model).unwrap();
     let (tokenizer, template) = (Tokenizer::from_gguf(&gguf).unwrap(), ChatTemplate::from_gguf(&gguf).unwrap());
-    let of_set = |set: &&str| {
-        let conversations = data::benchmarks::read(&benchmarks.join(format!("{set}.jsonl")), None, None).unwrap().conversations;
-        assert!(conversations.len() >= PROMPTS_OF_EACH, "{set}");
-        conversations
-    };
-    let first_turns = SETS.iter().flat_map(|set| of_set(set).into_iter().take(PROMPTS_OF_EACH));
+    let conversations = data::benchmarks::read(&benchmarks.join(format!("{set}.jsonl")), None, None).unwrap().conversations;
+    assert!(conversations.len() >= PROMPTS, "{set}");
+    let first_turns = conversations.into_iter().take(PROMPTS);
     let ids = first_turns.map(|it| tokenizer.encode(&template.render(&it.request.messages, true, None).unwrap(), false).unwrap());
     ids.collect()
 }
@@ -117,18 +114,18 @@ fn timed(
     texts.into_iter().map(|text| text.tokens).collect()
 }
 
-/// Every decoder and fan-out with so many texts side by side, against the autoregressive decoder with as many.
-fn all_write_the_same_text(concurrency: usize) {
+/// Every decoder and fan-out with so many texts of one benchmark side by side, against the autoregressive decoder with as many.
+fn all_write_the_same_text(set: &str, concurrency: usize) {
     let benchmarks: PathBuf = root().join("../shared/benchmarks");
     let model = root().join(".models/SmolLM2-135M-Instruct.Q4_1.gguf");
     if !benchmarks.is_dir() || !model.exists() {
         eprintln!("skipped: needs {} and {}", benchmarks.display(), model.display());
         return;
     }
-    let prompts = prompts(&benchmarks, &model);
+    let prompts = prompts(&benchmarks, set, &model);
     let target = weights::load(&model, Kind::Float, Device::Cpu).unwrap();
     let mut drafter = drafter(&model);
-    println!("{} prompts, {concurrency} at once, target f32, drafter {:?}", prompts.len(), drafter.model.kind());
+    println!("{set}: {} prompts, {concurrency} at once, target f32, drafter {:?}", prompts.len(), drafter.model.kind());
     let settings = Settings {
         sampler: Sampler::greedy(),
         stop_tokens: target.config.eos_token_id.clone(),
@@ -141,7 +138,6 @@ fn all_write_the_same_text(concurrency: usize) {
     let check = |name: &str, found: &[Vec<u32>]| {
         for (prompt, (expected, found)) in expected.iter().zip(found).enumerate() {
             let parted = expected.iter().zip(found).take_while(|(one, other)| one == other).count();
-            let (set, prompt) = (SETS[prompt / PROMPTS_OF_EACH], prompt % PROMPTS_OF_EACH);
             assert!(expected == found, "{name}: {set} prompt {prompt} parts at token {parted}");
         }
         assert_eq!(found.len(), expected.len());
@@ -159,14 +155,31 @@ fn all_write_the_same_text(concurrency: usize) {
     }
 }
 
-#[test]
-#[ignore = "takes half an hour: make soak"]
-fn soak_all_decoders_and_fan_outs_write_the_same_f32_text_with_four_at_once() {
-    all_write_the_same_text(4);
+/// One test for each benchmark and number of texts at once, so that the hour and a half can be spent in pieces.
+macro_rules! of_benchmarks {
+    ($($module:ident $set:literal)*) => {$(
+        mod $module {
+            #[test]
+            #[ignore = "takes minutes: make soak"]
+            fn soak_all_decoders_write_the_same_text_four_at_once() {
+                super::all_write_the_same_text($set, 4);
+            }
+
+            #[test]
+            #[ignore = "takes minutes: make soak"]
+            fn soak_all_decoders_write_the_same_text_one_at_a_time() {
+                super::all_write_the_same_text($set, 1);
+            }
+        }
+    )*};
 }
 
-#[test]
-#[ignore = "takes an hour: make soak"]
-fn soak_all_decoders_and_fan_outs_write_the_same_f32_text_one_at_a_time() {
-    all_write_the_same_text(1);
+of_benchmarks! {
+    gsm8k "gsm8k"
+    math500 "math500"
+    aime25 "aime25"
+    humaneval "humaneval"
+    mbpp "mbpp"
+    livecodebench "livecodebench"
+    mt_bench "mt-bench"
 }

@@ -42,6 +42,7 @@ fn write_score(folder: &Path, checkpoint: &str, layers: usize, rounds: usize) {
         kind: "d3d".to_string(),
         target: "small".to_string(),
         dtype: "f32".to_string(),
+        drafter_dtype: "bf16".to_string(),
         block_size: 8,
         layers,
         parameters: None,

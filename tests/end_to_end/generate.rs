@@ -224,6 +224,11 @@ fn what_does_not_fit_is_refused_with_what_to_do() {
     refused_when("drafter.json", &|json| json["thinking"] = true.into(), &["with thinking", "give --thinking"]);
     refused_when("drafter.json", &|json| json["labels"] = "later".into(), &["drafter.json", "`labels`", "\"in_place\""]);
     refused_when("drafter.json", &|json| json["kind"] = "ar".into(), &["drafter.json", "`kind`", "\"d3d\""]);
+    refused_when(
+        "drafter.json",
+        &|json| json["mask_token"] = 49152.into(),
+        &["drafter.json", "`mask_token` is 49152", "49152 embedding"],
+    );
     refused_when("config.json", &|json| json["vocab_size"] = 100.into(), &["vocabulary of 100", "of 49152"]);
     let swap = |json: &mut serde_json::Value| {
         let vocabulary = json["model"]["vocab"].as_object_mut().unwrap();

@@ -40,6 +40,7 @@ fn entry(label: &str, layers: usize, rounds: &[usize], seconds: f64) -> Entry {
         kind: "d3d".to_string(),
         target: "small.gguf".to_string(),
         dtype: "f32".to_string(),
+        drafter_dtype: "bf16".to_string(),
         block_size: 8,
         layers,
         parameters: Some(134_500_000),
