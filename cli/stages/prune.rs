@@ -1,6 +1,8 @@
 //! Layers go, the least harmful first; the drafter recovers after each.
 
+use configs::Criterion;
 use model::checkpoint;
+use pruner::ledger::TauLoss;
 use pruner::pruning::{self, Progress, Settings, layers_name, recovery_name};
 use serde_json::{Map, json};
 use trainer::objective::Distillation;
@@ -43,6 +45,7 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
         remove,
         min_layers: prune.min_layers,
         keep_tau: prune.keep_tau,
+        criterion: prune.criterion,
         anchors: prune.anchors,
         distillation: Distillation { temperature: prune.temperature, margin: Some(prune.margin) },
         recovery,
@@ -91,6 +94,27 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
                 100.0 * cost.token_layers as f64 / cost.plain_token_layers.max(1) as f64
             ));
         }
+        Progress::Replayed { losses } => {
+            for (drawn, exact) in losses {
+                measuring.note(&format!(
+                    "{:>12} without layer {} of {}: τ falls by {} on blocks drawn at random, by {} in exact replay",
+                    "prune",
+                    drawn.layer,
+                    drawn.depth,
+                    with_interval(drawn),
+                    with_interval(exact)
+                ));
+            }
+        }
+        Progress::Weighed { criterion, scores } => {
+            let lowest = scores.iter().copied().fold(f64::INFINITY, f64::min);
+            let highest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let what = match criterion {
+                Criterion::LanguageModelLoss => "the loss as a language model rises by",
+                _ => "layers turn their input by",
+            };
+            measuring.note(&format!("{:>12} {} layers weighed: {what} {lowest:.4} to {highest:.4}", "prune", scores.len()));
+        }
         Progress::Removed { original_layer, depth, tau_before, tau_after } => {
             measuring.note(&format!(
                 "{:>12} layer {original_layer} removed, {depth} layers left: τ {tau_before:.2} before, {tau_after:.2} after",
@@ -114,6 +138,11 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
     results.insert("checkpoints".to_string(), json!(pruned_checkpoints(context)));
     context.write_manifest(Stage::Prune, true, results)?;
     Ok(Status::Done)
+}
+
+/// A loss and its interval.
+fn with_interval(loss: &TauLoss) -> String {
+    format!("{:.3} ({:.3} to {:.3})", loss.tau_loss, loss.low, loss.high)
 }
 
 /// The names of the pruned checkpoints, deepest first.

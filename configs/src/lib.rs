@@ -23,8 +23,8 @@ use std::path::Path;
 pub use error::RecipeError;
 pub use hardware::{Hardware, Latency};
 pub use recipe::{
-    AnchorSees, Benchmark, Budget, Data, Decoder, Devices, Drafter, DrafterKind, Drafts, Dtype, Evaluate, FanOut, Labels,
-    Objective, PositionWeights, Prune, Recipe, Regenerate, Schedule, Target, Train,
+    AnchorSees, Benchmark, Budget, Criterion, Data, Decoder, Devices, Drafter, DrafterKind, Drafts, Dtype, Evaluate, FanOut,
+    Labels, Objective, PositionWeights, Prune, Recipe, Regenerate, Schedule, Target, Train,
 };
 pub use reference::{Method, PublishedFigures, Reference, ReferenceError};
 pub use source::Place;

@@ -3,7 +3,7 @@
 use std::fmt::{Display, Formatter};
 use std::path::PathBuf;
 
-use serde::{Serialize, Serializer};
+use serde::{Deserialize, Serialize, Serializer};
 
 use crate::Hardware;
 use crate::benchmarks::Preset;
@@ -154,7 +154,9 @@ pub struct Prune {
     pub margin: f64,
     /// The temperature of the distillation.
     pub temperature: f64,
-    /// Held-out responses that the tau loss of a layer is measured on.
+    /// What tells which layer goes.
+    pub criterion: Criterion,
+    /// Held-out responses that a layer's worth is measured on.
     pub responses: usize,
     /// Anchors in each of these responses.
     pub anchors: usize,
@@ -248,6 +250,18 @@ pub enum Drafts {
     Point,
     /// Drawn from the drafter's distributions; kept by the rejection rule.
     Sampled,
+}
+
+/// What is measured of every layer to choose the one that goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Criterion {
+    /// How much acceptance length falls without it.
+    Tau,
+    /// How little it turns its input: 1 less the cosine of input and output.
+    BlockInfluence,
+    /// How much the drafter's loss on the responses, as a language model, rises without it.
+    LanguageModelLoss,
 }
 
 /// Which token a slot of a block predicts: slot j the token at anchor + j, or the next one.

@@ -139,6 +139,7 @@ fn defaults_complete_a_minimal_recipe() {
             ar_weight: 1.0,
             margin: 0.5,
             temperature: 1.0,
+            criterion: Criterion::Tau,
             responses: 64,
             anchors: 16,
         },
@@ -196,7 +197,7 @@ fn every_key_changes_the_recipe() {
         train.weight_decay=0.01 train.beta1=0.8 train.beta2=0.99 train.clip=2 train.chunk_rows=128 train.recompute=false
         train.save_every=20 train.evaluate_every=30 train.evaluate_responses=8 train.keep_last=3
         prune.remove=2 prune.min_layers=4 prune.keep_tau=0.9 prune.recovery_steps=5 prune.learning_rate=1e-3 prune.ar_weight=0
-        prune.margin=1 prune.temperature=2 prune.responses=3 prune.anchors=2
+        prune.margin=1 prune.temperature=2 prune.criterion="block_influence" prune.responses=3 prune.anchors=2
         evaluate.benchmarks=["gsm8k.jsonl"] evaluate.benchmark_folder="." evaluate.decoders=["lockstep"] evaluate.positions=7 evaluate.candidates=1
         evaluate.fan_out="best_first" evaluate.concurrency=4
         evaluate.limit=8 evaluate.max_new_tokens=64 evaluate.temperature=1 evaluate.top_p=0.5 evaluate.top_k=3

@@ -125,7 +125,7 @@ keys! { Train at "train.", settled by one_batch_size:
 }
 keys! { Prune at "prune.":
     remove: usize, min_layers: usize, keep_tau: f64, recovery_steps: usize, learning_rate: f64, ar_weight: f64, margin: f64,
-    temperature: f64, responses: usize, anchors: usize;
+    temperature: f64, criterion: String, responses: usize, anchors: usize;
 }
 keys! { Evaluate at "evaluate.", settled by no_budget_of_a_rectangle:
     benchmarks: Vec<Written<String>>, benchmark_folder: String, decoders: Vec<Written<String>>, fan_out: String, positions: usize,

@@ -8,8 +8,8 @@ use crate::benchmarks::{Preset, preset, presets};
 use crate::source::{Place, Source};
 use crate::typed::{self, Field, FromToml, Section, Written};
 use crate::{
-    AnchorSees, Benchmark, Budget, Data, Decoder, Devices, Drafter, DrafterKind, Drafts, Dtype, Evaluate, FanOut, Labels,
-    Objective, PositionWeights, Prune, Recipe, RecipeError, Regenerate, Schedule, Target, Train, hardware, paths,
+    AnchorSees, Benchmark, Budget, Criterion, Data, Decoder, Devices, Drafter, DrafterKind, Drafts, Dtype, Evaluate, FanOut,
+    Labels, Objective, PositionWeights, Prune, Recipe, RecipeError, Regenerate, Schedule, Target, Train, hardware, paths,
 };
 
 /// The lowest temperature above 0: logits over much lower ones are no numbers any more.
@@ -29,6 +29,11 @@ const SCHEDULES: &[(&str, Schedule)] =
     &[("constant", Schedule::Constant), ("linear", Schedule::Linear), ("cosine", Schedule::Cosine), ("wsd", Schedule::Wsd)];
 const FAN_OUTS: &[(&str, FanOut)] =
     &[("rectangle", FanOut::Rectangle), ("best_first", FanOut::BestFirst), ("geometric", FanOut::Geometric)];
+const CRITERIA: &[(&str, Criterion)] = &[
+    ("tau", Criterion::Tau),
+    ("block_influence", Criterion::BlockInfluence),
+    ("language_model_loss", Criterion::LanguageModelLoss),
+];
 const DRAFTS: &[(&str, Drafts)] = &[("point", Drafts::Point), ("sampled", Drafts::Sampled)];
 const DECODERS: &[(&str, Decoder)] =
     &[("autoregressive", Decoder::Autoregressive), ("lockstep", Decoder::Lockstep), ("asynchronous", Decoder::Asynchronous)];
@@ -233,6 +238,7 @@ fn prune(section: &Section<typed::Prune>, train: &Train) -> Result<Prune, Recipe
         ar_weight: not_negative(&fields.ar_weight, train.ar_weight)?,
         margin: not_negative(&fields.margin, 0.5)?,
         temperature: positive(&fields.temperature, 1.0)?,
+        criterion: choice(&fields.criterion, Criterion::Tau, CRITERIA)?,
         responses: count(&fields.responses, 64)?,
         anchors: count(&fields.anchors, 16)?,
     })

@@ -6,20 +6,30 @@ use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use configs::Criterion;
 use serde::{Deserialize, Serialize};
 
+use crate::criteria::Weighed;
+use crate::pruning::PruneError;
 use crate::search::{Cost, Counted, Part};
 
 /// One line of the ledger.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
+    /// What all the others are about; the first line.
+    Begun(Begun),
     /// What some held-out responses gave in the search among the layers of a drafter of `depth` layers.
     Counted { depth: usize, part: Part },
     /// What that search computed, in rows through layers, and what a plain loop over layers would have.
     Searched { depth: usize, cost: Cost },
     /// What a drafter of `depth` layers loses without layer `layer` (an index into these layers).
     TauLoss(TauLoss),
+    /// The same by exact replay: the rounds of decoding in their order, not blocks drawn at random; `blocks` is the number of rounds with
+    /// all layers. Of the layers that can best be spared.
+    ReplayLoss(TauLoss),
+    /// What some held-out responses say of the layers of a drafter of `depth` layers by another criterion than τ.
+    Weighed { depth: usize, part: Weighed },
     /// The layer taken out; `depth` is the number of layers left.
     Removed {
         depth: usize,
@@ -41,6 +51,43 @@ pub enum Event {
         /// Whether `tau` is at least `keep_tau` of it.
         kept: bool,
     },
+}
+
+/// What a ledger belongs to: with anything of it changed, its measurements say nothing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Begun {
+    /// The unpruned checkpoint.
+    pub parent: String,
+    pub layers: usize,
+    /// Hash of the first values of each of its tensors.
+    pub weights: String,
+    /// Hash of the held-out responses' tokens.
+    pub held_out: String,
+    /// Blocks drawn from each.
+    pub anchors: usize,
+    pub seed: u64,
+    pub criterion: Criterion,
+}
+
+impl Begun {
+    /// What is not the same, in words; empty where all is.
+    pub fn differences(&self, other: &Self) -> String {
+        let fields = [
+            ("the unpruned checkpoint", format!("`{}`", self.parent), format!("`{}`", other.parent)),
+            ("its layers", self.layers.to_string(), other.layers.to_string()),
+            ("its weights", short(&self.weights), short(&other.weights)),
+            ("the held-out responses", short(&self.held_out), short(&other.held_out)),
+            ("`prune.anchors`", self.anchors.to_string(), other.anchors.to_string()),
+            ("the seed", self.seed.to_string(), other.seed.to_string()),
+            ("`prune.criterion`", format!("{:?}", self.criterion), format!("{:?}", other.criterion)),
+        ];
+        let differing = fields.into_iter().filter(|(_, ours, theirs)| ours != theirs);
+        differing.map(|(what, ours, theirs)| format!("{what} ({ours} there, {theirs} now)")).collect::<Vec<_>>().join(", ")
+    }
+}
+
+fn short(hash: &str) -> String {
+    hash.chars().take(8).collect()
 }
 
 /// The measured cost of leaving a layer out.
@@ -88,6 +135,11 @@ impl Ledger {
         Ok(Self { path: path.to_path_buf(), events })
     }
 
+    /// What to say when an event could not be appended.
+    pub(crate) fn cannot_write(&self, source: io::Error) -> PruneError {
+        PruneError::Write { path: self.path.clone(), source }
+    }
+
     /// Appends an event.
     pub fn push(&mut self, event: Event) -> io::Result<()> {
         let mut file = OpenOptions::new().create(true).append(true).open(&self.path)?;
@@ -104,6 +156,32 @@ impl Ledger {
             _ => None,
         };
         Counted::new(self.events.iter().filter_map(of_depth).collect())
+    }
+
+    /// What the ledger belongs to; `None` of one without lines, or by a version that did not say.
+    pub fn begun(&self) -> Option<&Begun> {
+        match self.events.first() {
+            Some(Event::Begun(begun)) => Some(begun),
+            _ => None,
+        }
+    }
+
+    /// What another criterion said of the layers of a drafter of `depth` layers, part by part.
+    pub fn weighed(&self, depth: usize) -> Vec<Weighed> {
+        let of_depth = |event: &Event| match event {
+            Event::Weighed { depth: found, part } if *found == depth => Some(part.clone()),
+            _ => None,
+        };
+        self.events.iter().filter_map(of_depth).collect()
+    }
+
+    /// The losses by exact replay measured for a drafter of `depth` layers.
+    pub fn replay_losses(&self, depth: usize) -> Vec<TauLoss> {
+        let of_depth = |event: &Event| match event {
+            Event::ReplayLoss(loss) if loss.depth == depth => Some(loss.clone()),
+            _ => None,
+        };
+        self.events.iter().filter_map(of_depth).collect()
     }
 
     /// The losses measured for a drafter of `depth` layers.

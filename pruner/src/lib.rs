@@ -1,10 +1,12 @@
 //! Removing a drafter's layers by what their absence costs in acceptance length, and recovering it by distillation.
 //!
-//! [`search`] measures every layer's τ loss on the same held-out blocks, [`ledger`] keeps what was measured, [`pruning`] removes the
-//! least harmful layer, lets the trainer recover the rest, and repeats.
+//! [`search`] measures every layer's τ loss on the same held-out blocks, [`criteria`] what else could decide, [`choosing`] which layer goes;
+//! [`ledger`] keeps what was measured, [`pruning`] removes the layer, lets the trainer recover the rest, and repeats.
 //!
 //! Shapes legend: that of the crate `model`.
 
+pub mod choosing;
+pub mod criteria;
 pub mod ledger;
 pub mod pruning;
 pub mod search;

@@ -3,16 +3,16 @@
 
 use std::fs;
 use std::io;
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::sync::atomic::AtomicBool;
 
+use configs::Criterion;
 use data::supervision::Example;
 use evaluator::decode::DecodeError;
 use evaluator::replay::replay;
 use model::Transformer;
 use model::checkpoint::{self, CheckpointError, DrafterFile, TextFiles};
+use tch::{Device, Kind};
 use torch::TorchError;
 use torch::group::Group;
 use trainer::backward::Objective;
@@ -22,11 +22,9 @@ use trainer::saving::{Output, step_name};
 use trainer::training::{Ending, Plan, TrainError, Training, drafter_of, train};
 use trainer::watching::{StepReport, Watch};
 
-use crate::ledger::{Event, Ledger, TauLoss};
-use crate::search::{Blocks, Cost, Counting, count};
-
-/// Responses whose next blocks are drafted in one forward when τ is replayed.
-const REPLAY_LANES: usize = 16;
+use crate::choosing::{Choice, REPLAY_LANES, choose};
+use crate::ledger::{Begun, Event, Ledger, TauLoss};
+use crate::search::{Blocks, Cost};
 
 /// What decides which layers go and when it ends.
 #[derive(Debug, Clone)]
@@ -36,6 +34,8 @@ pub struct Settings {
     pub min_layers: usize,
     /// Share of the unpruned drafter's τ below which pruning ends.
     pub keep_tau: f64,
+    /// What tells which layer goes.
+    pub criterion: Criterion,
     /// Blocks drawn from each held-out response for the search.
     pub anchors: usize,
     pub distillation: Distillation,
@@ -73,6 +73,15 @@ pub enum Progress<'a> {
         cost: Cost,
         seconds: f64,
     },
+    /// What the layers that can best be spared cost, by blocks drawn at random and by exact replay.
+    Replayed {
+        losses: &'a [(TauLoss, TauLoss)],
+    },
+    /// Another criterion than τ was measured; by layer, the lowest can best be spared.
+    Weighed {
+        criterion: Criterion,
+        scores: &'a [f64],
+    },
     Removed {
         original_layer: usize,
         depth: usize,
@@ -97,6 +106,8 @@ pub enum PruneError {
     TooMany { remove: usize, depth: usize, min_layers: usize },
     #[error("no held-out response to measure τ on; raise `data.holdout` or give more prompts")]
     NoHoldout,
+    #[error("`{path}` is of another pruning; {differences}. Remove the folder to start again, or run with --restart prune")]
+    OtherLedger { path: PathBuf, differences: String },
     #[error("cannot write `{path}`: {source}")]
     Write { path: PathBuf, source: io::Error },
     #[error(transparent)]
@@ -124,6 +135,38 @@ pub fn check(remove: usize, min_layers: usize, depth: usize) -> Result<(), Prune
     if remove > 0 && remove + min_layers.max(1) > depth { Err(PruneError::TooMany { remove, depth, min_layers }) } else { Ok(()) }
 }
 
+/// What this pruning's ledger belongs to.
+fn begun(context: &Context<'_>, settings: &Settings) -> Begun {
+    // Ids are separated by their number, so that no two sets of responses read alike.
+    let tokens = |example: &Example| {
+        let numbers = [example.prompt_length as u32, example.ids.len() as u32].into_iter().chain(example.ids.iter().copied());
+        numbers.flat_map(u32::to_le_bytes).collect::<Vec<u8>>()
+    };
+    Begun {
+        parent: context.parent.to_string(),
+        layers: context.teacher.layers.len(),
+        weights: fingerprint(context.teacher),
+        held_out: data::files::sha256_hex(context.held_out.iter().flat_map(tokens).collect::<Vec<u8>>()),
+        anchors: settings.anchors,
+        seed: settings.recovery.packing.seed,
+        criterion: settings.criterion,
+    }
+}
+
+/// A hash of the first values of every tensor: training moves all of them, and reading the rest would take minutes of a large model.
+fn fingerprint(model: &Transformer) -> String {
+    const FIRST: i64 = 64;
+    let _no_grad = tch::no_grad_guard();
+    let mut bytes = Vec::new();
+    for (name, tensor) in model.named_parameters() {
+        bytes.extend_from_slice(name.as_bytes());
+        let flat = tensor.flatten(0, -1);
+        let first = flat.narrow(0, 0, FIRST.min(flat.size()[0])).to_device(Device::Cpu).to_kind(Kind::Double);
+        bytes.extend((0..first.size()[0]).flat_map(|index| first.double_value(&[index]).to_le_bytes()));
+    }
+    data::files::sha256_hex(bytes)
+}
+
 /// Prunes to the end of the settings, going on from the ledger of an earlier start.
 ///
 /// Each `layers-NN` folder is a whole checkpoint after its recovery; while a recovery runs, its own checkpoints lie in `recover-NN`.
@@ -148,11 +191,24 @@ pub fn prune(
         move |source| PruneError::Write { path, source }
     };
     let mut ledger = Ledger::open(&path).map_err(write(&path))?;
+    let begun = begun(context, settings);
+    match ledger.begun() {
+        Some(found) if *found == begun => {}
+        None if ledger.events.is_empty() => ledger.push(Event::Begun(begun)).map_err(write(&path))?,
+        found => {
+            let differences = found.map_or("it does not say of which, as older versions wrote it".to_string(), |found| {
+                format!("other there than now: {}", found.differences(&begun))
+            });
+            return Err(PruneError::OtherLedger { path, differences });
+        }
+    }
     let shape = settings.recovery.packing.shape;
     let tau_of =
         |model: &Transformer| replay(&drafter_of(model, shape), context.held_out, REPLAY_LANES).map(|replay| replay.tau_pooled);
     let tau_unpruned = tau_of(context.teacher)?;
-    let blocks = Blocks::draw(context.held_out, shape, settings.anchors, settings.recovery.packing.seed);
+    // The loss of a language model knows of no blocks.
+    let anchors = if settings.criterion == Criterion::LanguageModelLoss { 0 } else { settings.anchors };
+    let blocks = Blocks::draw(context.held_out, shape, anchors, settings.recovery.packing.seed);
 
     let (mut current, mut tau_current) = (context.teacher.shallow_clone(), tau_unpruned);
     let (mut file, mut parent) = (context.drafter.clone(), context.parent.to_string());
@@ -162,12 +218,8 @@ pub fn prune(
         let original_layer = match ledger.removed(depth) {
             Some(original_layer) => original_layer,
             None => {
-                if let Ending::Stopped { step } =
-                    measure(&current, &blocks, &mut ledger, settings.recovery.packing.seed, progress, stop, &path)?
-                {
-                    return Ok(Ending::Stopped { step });
-                }
-                let layer = least_harmful(&ledger.losses(alive.len()));
+                let choice = Choice { current: &current, settings, blocks: &blocks, held_out: context.held_out, stop };
+                let Some(layer) = choose(&choice, &mut ledger, progress)? else { return Ok(Ending::Stopped { step: 0 }) };
                 let kept: Vec<usize> = (0..alive.len()).filter(|&index| index != layer).collect();
                 let (tau_before, tau_after) = (tau_current, tau_of(&current.with_layers(&kept))?);
                 let original_layer = alive[layer];
@@ -213,62 +265,6 @@ pub fn prune(
             break;
         }
     }
-    Ok(Ending::Done)
-}
-
-/// The layer of the least loss among those that were measured to the end, the first of equals.
-pub fn least_harmful(losses: &[TauLoss]) -> usize {
-    let most = losses.iter().map(|loss| loss.blocks).max().unwrap_or(0);
-    let least = losses
-        .iter()
-        .filter(|loss| loss.blocks == most)
-        .min_by(|one, other| one.tau_loss.total_cmp(&other.tau_loss).then(one.layer.cmp(&other.layer)));
-    least.map_or(0, |loss| loss.layer)
-}
-
-/// Measures the layers of `current`, going on from what the ledger knows.
-fn measure(
-    current: &Transformer,
-    blocks: &Blocks,
-    ledger: &mut Ledger,
-    seed: u64,
-    progress: &mut dyn FnMut(Progress<'_>),
-    stop: &AtomicBool,
-    path: &Path,
-) -> Result<Ending, PruneError> {
-    let depth = current.layers.len();
-    let started = Instant::now();
-    let mut counted = ledger.counted(depth);
-    let (mut failed, mut stopped) = (None, false);
-    torch::guarded("measuring layers", || {
-        count(current, blocks, &mut counted, seed, &mut |counting| match counting {
-            Counting::Candidates { part, done, running } => {
-                progress(Progress::Measured { part, parts: blocks.parts(), done, running });
-                ControlFlow::Continue(())
-            }
-            Counting::Part(part) => {
-                failed = ledger.push(Event::Counted { depth, part: part.clone() }).err();
-                stopped = stop.load(Ordering::Relaxed);
-                if stopped || failed.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-            }
-        });
-    })?;
-    let write = |source| PruneError::Write { path: path.to_path_buf(), source };
-    if let Some(source) = failed {
-        return Err(write(source));
-    }
-    if stopped {
-        return Ok(Ending::Stopped { step: 0 });
-    }
-    let known = ledger.losses(depth).len();
-    let (losses, cost) = (counted.losses(depth, seed), blocks.cost(&counted, depth));
-    for loss in &losses[known.min(losses.len())..] {
-        ledger.push(Event::TauLoss(loss.clone())).map_err(write)?;
-    }
-    if !ledger.events.iter().any(|event| matches!(event, Event::Searched { depth: found, .. } if *found == depth)) {
-        ledger.push(Event::Searched { depth, cost }).map_err(write)?;
-    }
-    progress(Progress::Searched { depth, losses: &losses, cost, seconds: started.elapsed().as_secs_f64() });
     Ok(Ending::Done)
 }
 

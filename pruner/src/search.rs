@@ -145,10 +145,7 @@ pub fn count(
     let all = model.layers.len();
     for (part, prepared) in blocks.batches.iter().enumerate().skip(counted.parts()) {
         let run = Run::new(model, prepared, blocks.shape);
-        let mut kept = vec![model.embed(&torch::ids_tensor(&prepared.batch.ids, model.device()))];
-        for index in 0..all {
-            kept.push(run.layers(index..index + 1, kept[index].shallow_clone()));
-        }
+        let kept = run.all_layers();
         let running = counted.running(all, seed);
         let mut found = Part { with: run.committed(&kept[all]), without: Vec::with_capacity(running.len()) };
         for (done, &layer) in running.iter().enumerate() {
@@ -176,6 +173,11 @@ impl Blocks {
         self.batches.len()
     }
 
+    /// Every batch from the one of this number on, ready to go through `model`.
+    pub(crate) fn runs<'a>(&'a self, model: &'a Transformer, first: usize) -> impl Iterator<Item = Run<'a>> {
+        self.batches.iter().skip(first).map(move |prepared| Run::new(model, prepared, self.shape))
+    }
+
     /// What these counts of a drafter of `depth` layers took.
     pub fn cost(&self, counted: &Counted, depth: usize) -> Cost {
         let mut cost = Cost { token_layers: 0, plain_token_layers: 0 };
@@ -189,7 +191,7 @@ impl Blocks {
 }
 
 /// One batch and what its forwards need.
-struct Run<'a> {
+pub(crate) struct Run<'a> {
     model: &'a Transformer,
     prepared: &'a Prepared,
     shape: BlockShape,
@@ -205,7 +207,20 @@ impl<'a> Run<'a> {
         Self { model, prepared, shape, rope, attention: attention.into() }
     }
 
-    fn layers(&self, range: std::ops::Range<usize>, hidden_td: Tensor) -> Tensor {
+    pub(crate) fn batch(&self) -> &'a Batch {
+        &self.prepared.batch
+    }
+
+    /// The hidden states (rows, hidden) before every layer, and those behind the last.
+    pub(crate) fn all_layers(&self) -> Vec<Tensor> {
+        let mut kept = vec![self.model.embed(&torch::ids_tensor(&self.prepared.batch.ids, self.model.device()))];
+        for index in 0..self.model.layers.len() {
+            kept.push(self.layers(index..index + 1, kept[index].shallow_clone()));
+        }
+        kept
+    }
+
+    pub(crate) fn layers(&self, range: std::ops::Range<usize>, hidden_td: Tensor) -> Tensor {
         self.model.forward_layers(range, hidden_td, &self.rope, &mut *self.attention.borrow_mut())
     }
 
@@ -252,7 +267,7 @@ fn of_picked(all: &[(usize, usize)], picked: &[usize]) -> f64 {
 }
 
 /// The loss and its interval by resampling responses, with and without the layer on the same ones.
-fn tau_loss(depth: usize, layer: usize, with: &[(usize, usize)], without: &[(usize, usize)], seed: u64) -> TauLoss {
+pub(crate) fn tau_loss(depth: usize, layer: usize, with: &[(usize, usize)], without: &[(usize, usize)], seed: u64) -> TauLoss {
     let generator = counter_generator(seed, purpose::BOOTSTRAP, depth as u64, layer as u64);
     let (low, high) = interval(with.len(), generator, |picked| of_picked(with, picked) - of_picked(without, picked));
     let (tau_with, tau_without) = (tau(total(with)), tau(total(without)));

@@ -5,13 +5,15 @@ use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use configs::Labels;
+use configs::{Criterion, Labels};
 use data::supervision::Example;
 use evaluator::drafter::{Block, LaneWork};
 use model::checkpoint::{DrafterFile, TextFiles};
-use model::{ModelConfig, Transformer};
+use model::{ModelConfig, PackedAttention, Sequence, Transformer};
+use pruner::choosing::least_harmful;
+use pruner::criteria::{mean_scores, weigh};
 use pruner::ledger::{Event, Ledger, TauLoss};
-use pruner::pruning::{Context, Progress, PruneError, Settings, least_harmful, prune};
+use pruner::pruning::{Context, Progress, PruneError, Settings, prune};
 use pruner::search::{Blocks, Counted, count};
 use tch::Kind;
 use torch::group::Group;
@@ -188,18 +190,31 @@ fn halving_picks_the_layer_of_the_plain_loop_and_says_what_it_saved() {
 
 /// Prunes `teacher` in `folder`; the stop flag rises at the `stop_at`-th event.
 fn run(folder: &Path, teacher: &Transformer, remove: usize, stop_at: usize) -> Result<Ending, PruneError> {
-    let (files, examples, held_out) = (text_files(), examples(12), examples(15).split_off(12));
+    run_with(folder, teacher, stop_at, examples(15).split_off(12), |settings| settings.remove = remove)
+}
+
+/// The same with other held-out responses or settings.
+fn run_with(
+    folder: &Path,
+    teacher: &Transformer,
+    stop_at: usize,
+    held_out: Vec<Example>,
+    change: impl FnOnce(&mut Settings),
+) -> Result<Ending, PruneError> {
+    let (files, examples) = (text_files(), examples(12));
     let drafter = DrafterFile { block_size: BLOCK, labels: "next".to_string(), mask_token: 23, ..DrafterFile::default() };
     let (parent, files) = ("step-000060", &files);
     let context = Context { teacher, parent, drafter, files, folder, examples: &examples, ids: &ids(12), held_out: &held_out };
-    let settings = Settings {
-        remove,
+    let mut settings = Settings {
+        remove: 1,
         min_layers: 1,
         keep_tau: 0.0,
+        criterion: Criterion::Tau,
         anchors: 5,
         distillation: Distillation { temperature: 1.0, margin: Some(0.0) },
         recovery: Plan { learning_rate: 1e-3, ..plan(Labels::Next, 5) },
     };
+    change(&mut settings);
     let (stop, events) = (AtomicBool::new(false), AtomicUsize::new(0));
     let mut progress = |_: Progress<'_>| {
         if events.fetch_add(1, Ordering::Relaxed) + 1 == stop_at {
@@ -225,15 +240,127 @@ fn a_planted_useless_layer_is_found_and_its_removal_costs_nothing() {
     });
     let (layer, before, after) = removed.unwrap();
     assert_eq!((layer, before), (2, after));
+    let mut replayed = 0;
     for event in &events {
-        if let Event::TauLoss(loss) = event {
-            // Others may lose nothing on the whole, but not on every resampling.
-            assert_eq!((loss.tau_loss, loss.low, loss.high) == (0.0, 0.0, 0.0), loss.layer == 2, "{loss:?}");
+        // Others may lose nothing on the whole, but not on every resampling.
+        let all_zero = |loss: &TauLoss| (loss.tau_loss, loss.low, loss.high) == (0.0, 0.0, 0.0);
+        match event {
+            Event::TauLoss(loss) => assert_eq!(all_zero(loss), loss.layer == 2, "{loss:?}"),
+            Event::ReplayLoss(loss) => {
+                replayed += 1;
+                assert!(loss.layer != 2 || all_zero(loss) && replayed == 1 && loss.tau_with == before, "{loss:?}");
+            }
+            _ => {}
         }
     }
+    assert_eq!(replayed, 3);
     let (model, file) = model::checkpoint::load(&folder.path().join("layers-03"), Kind::Float, tch::Device::Cpu).unwrap();
     assert_eq!((model.layers.len(), file.layers, file.removed_layers), (3, 3, vec![2]));
     assert_eq!(file.parent.as_deref(), Some("step-000060"));
+}
+
+#[test]
+fn two_planted_useless_layers_go_first_by_every_criterion() {
+    let teacher = with_useless_layer(&with_useless_layer(&trained(Labels::Next), 1), 3);
+    for criterion in [Criterion::Tau, Criterion::BlockInfluence, Criterion::LanguageModelLoss] {
+        let folder = tempfile::tempdir().unwrap();
+        let change = |settings: &mut Settings| {
+            (settings.remove, settings.criterion) = (3, criterion);
+            // Recovery would teach the second one something.
+            settings.recovery.steps = 0;
+        };
+        let ending = run_with(folder.path(), &teacher, usize::MAX, examples(15).split_off(12), change);
+        assert_eq!(ending.unwrap(), Ending::Done);
+        let removed = |event: &Event| match event {
+            Event::Removed { original_layer, tau_before, tau_after, .. } => Some((*original_layer, *tau_before, *tau_after)),
+            _ => None,
+        };
+        let removed: Vec<(usize, f64, f64)> = events(folder.path()).iter().filter_map(removed).collect();
+        assert_eq!(removed[..2].iter().map(|(layer, ..)| *layer).collect::<Vec<_>>(), [1, 3], "{criterion:?}");
+        assert!(removed[..2].iter().all(|(_, before, after)| before == after), "{criterion:?}: {removed:?}");
+        assert!(removed[2].2 < removed[2].1, "the third one was of use: {criterion:?}: {removed:?}");
+    }
+}
+
+#[test]
+fn the_other_criteria_equal_plain_forwards() {
+    let (model, held_out) = (trained(Labels::Next), examples(21).split_off(12));
+    let parts = |criterion, anchors| {
+        let blocks = Blocks::draw(&held_out, shape(Labels::Next), anchors, 9);
+        let mut parts = Vec::new();
+        weigh(&model, &blocks, criterion, 0, &mut |part| {
+            parts.push(part);
+            std::ops::ControlFlow::Continue(())
+        });
+        assert_eq!(parts.len(), 2);
+        mean_scores(&parts)
+    };
+    let _no_grad = tch::no_grad_guard();
+    let hidden = |model: &Transformer, example: &Example, layers: usize| {
+        let alone = Sequence { first_row: 0, clean: example.ids.len(), anchors: Vec::new() };
+        let mut attention = PackedAttention::new(&[alone], shape(Labels::Next).pattern(), tch::Device::Cpu);
+        let positions: Vec<usize> = (0..example.ids.len()).collect();
+        let rope = model.rope(&torch::index_tensor(&positions, tch::Device::Cpu));
+        let embedded = model.embed(&torch::ids_tensor(&example.ids, tch::Device::Cpu));
+        model.forward_layers(0..layers, embedded, &rope, &mut attention)
+    };
+    let loss = |model: &Transformer| {
+        let (mut sum, mut count) = (0.0, 0);
+        for example in &held_out {
+            let logits = model.logits(&hidden(model, example, model.layers.len())).log_softmax(-1, Kind::Double);
+            for position in example.prompt_length..example.ids.len() {
+                sum -= logits.double_value(&[position as i64 - 1, i64::from(example.ids[position])]);
+                count += 1;
+            }
+        }
+        sum / f64::from(count)
+    };
+    let found = parts(Criterion::LanguageModelLoss, 0);
+    for (layer, &rise) in found.iter().enumerate() {
+        let kept: Vec<usize> = (0..3).filter(|&index| index != layer).collect();
+        let expected = loss(&model.with_layers(&kept)) - loss(&model);
+        assert!((rise - expected).abs() < 1e-5 && rise != 0.0, "layer {layer}: {rise} {expected}");
+    }
+    let found = parts(Criterion::BlockInfluence, 0);
+    for (layer, &turned) in found.iter().enumerate() {
+        let (mut sum, mut count) = (0.0, 0);
+        for example in &held_out {
+            let [input, output] = [layer, layer + 1].map(|layers| hidden(&model, example, layers).to_kind(Kind::Double));
+            let dot = (&input * &output).sum_dim_intlist(-1, false, Kind::Double);
+            let norms = (&input * &input).sum_dim_intlist(-1, false, Kind::Double).sqrt()
+                * (&output * &output).sum_dim_intlist(-1, false, Kind::Double).sqrt();
+            sum += (dot / norms).sum(Kind::Double).double_value(&[]);
+            count += example.ids.len() as i32;
+        }
+        assert!((turned - (1.0 - sum / f64::from(count))).abs() < 1e-5 && turned > 0.0, "layer {layer}: {turned}");
+    }
+}
+
+#[test]
+fn a_ledger_of_another_pruning_and_no_held_out_responses_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let teacher = with_useless_layer(&trained(Labels::Next), 2);
+    assert!(matches!(run(folder.path(), &teacher, 1, 2).unwrap(), Ending::Stopped { .. }));
+    let before = fs::read(folder.path().join("ledger.jsonl")).unwrap();
+    let refused = |teacher: &Transformer, held_out: Vec<Example>, expected: &str, change: &dyn Fn(&mut Settings)| {
+        let message = run_with(folder.path(), teacher, usize::MAX, held_out, change).unwrap_err().to_string();
+        assert!(message.contains("ledger.jsonl` is of another pruning") && message.contains(expected), "{message}");
+        assert!(message.contains("--restart prune"), "{message}");
+        assert_eq!(fs::read(folder.path().join("ledger.jsonl")).unwrap(), before);
+    };
+    let same = || examples(15).split_off(12);
+    refused(&with_useless_layer(&trained(Labels::InPlace), 2), same(), "its weights", &|_| {});
+    refused(&trained(Labels::Next), same(), "its layers (4 there, 3 now)", &|_| {});
+    refused(&teacher, examples(16).split_off(12), "the held-out responses", &|_| {});
+    refused(&teacher, same(), "`prune.anchors` (5 there, 4 now)", &|settings| settings.anchors = 4);
+    refused(&teacher, same(), "`prune.criterion`", &|settings| settings.criterion = Criterion::BlockInfluence);
+    let none = run_with(folder.path(), &teacher, usize::MAX, Vec::new(), |_| {}).unwrap_err();
+    assert!(matches!(none, PruneError::NoHoldout) && none.to_string().contains("`data.holdout`"), "{none}");
+    // One that does not say what it belongs to, as an older version wrote it.
+    let rest = before.iter().position(|&byte| byte == b'\n').unwrap() + 1;
+    fs::write(folder.path().join("ledger.jsonl"), &before[rest..]).unwrap();
+    let older = run(folder.path(), &teacher, 1, usize::MAX).unwrap_err().to_string();
+    assert!(older.contains("older versions"), "{older}");
 }
 
 #[test]
