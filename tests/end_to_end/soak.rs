@@ -111,3 +111,46 @@ fn soak_one_rank_killed_at_fifty_moments_ends_as_left_alone() {
 fn soak_two_ranks_killed_at_fifty_moments_end_as_left_alone() {
     killed_fifty_times_equals_left_alone(2);
 }
+
+/// Two removals with recoveries that save often.
+const PRUNING: [&str; 8] =
+    ["--set", "prune.remove=2", "--set", "prune.recovery_steps=100", "--set", "train.save_every=4", "--set", "prune.anchors=60"];
+
+#[test]
+#[ignore = "takes minutes: make soak"]
+fn soak_pruning_killed_at_twenty_moments_ends_as_left_alone() {
+    const KILLS: usize = 20;
+    let base = regenerated();
+    let output = training(base.path(), 1, &PRUNING[4..6]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let [alone, killed] = [(); 2].map(|()| super::ranks::copy_of(base.path()));
+    let prune = |folder: &Path| super::drafthorse(folder, &[&["prune", "recipe.toml"], &PRUNING[..]].concat());
+    let begun = Instant::now();
+    let output = prune(alone.path()).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let whole = begun.elapsed();
+    println!("pruning: uninterrupted in {:.0} s", whole.as_secs_f64());
+
+    let mut moments = Moments(5);
+    let ledger = killed.path().join("runs/tiny/prune/ledger.jsonl");
+    let mut lines = Vec::new();
+    for count in 0..KILLS {
+        let mut child = prune(killed.path()).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+        // So much for the start, then on average a part of the whole that twenty kills find at all of its stages.
+        std::thread::sleep(Duration::from_millis(500 + moments.below(whole.as_millis() as u64 / 9)));
+        if child.try_wait().unwrap().is_some() {
+            assert!(count > 12, "over after {count} kills: recover longer");
+            break;
+        }
+        kill(&[child.id()]);
+        child.wait().unwrap();
+        lines.push(fs::read_to_string(&ledger).map_or(0, |text| text.lines().count()).to_string());
+    }
+    println!("pruning: {} kills; lines of the ledger after each: {}", lines.len(), lines.join(" "));
+    let output = prune(killed.path()).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    for file in ["ledger.jsonl", "layers-03/model.safetensors", "layers-02/model.safetensors", "layers-02/drafter.json"] {
+        let [one, other] = [&alone, &killed].map(|folder| fs::read(folder.path().join("runs/tiny/prune").join(file)).unwrap());
+        assert!(one == other, "{file} differs");
+    }
+}
