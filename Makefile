@@ -32,10 +32,11 @@ test: setup            ## formatting, lints and all tests
 # The bench profile would compile libtorch's bindings once more. The plain program that training is measured against needs a Python with
 # torch of its own, 5 GB on disk; PYTHON=… names one that is there.
 PYTHON ?= .bench/bin/python
-bench: setup           ## forwards, and a training step against plain PyTorch
+bench: setup           ## forwards, the pruner's search, and a training step against plain PyTorch
 	@[ "$(PYTHON)" != .bench/bin/python ] || [ -x .bench/bin/python ] || { rm -rf .bench.partial && python3 -m venv .bench.partial && \
 	.bench.partial/bin/pip install --quiet torch==2.11.0 numpy safetensors && mv .bench.partial .bench; }
 	cargo bench --profile release -p drafthorse-model --bench forward
+	cargo bench --profile release -p drafthorse-pruner --bench search
 	PYTHON="$(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))" cargo bench --profile release -p drafthorse-trainer --bench step
 
 soak: setup            ## fault campaigns, lossless decoding of 140 real prompts, every interleaving of the decoder's threads: hours

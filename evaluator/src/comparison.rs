@@ -88,6 +88,8 @@ pub struct Row {
     pub speedup: Option<f64>,
     pub speedup_interval: Option<(f64, f64)>,
     pub hit_rate: Option<f64>,
+    /// What the drafter took on average to write the continuations of a round; absent where nothing is drafted ahead.
+    pub pack_milliseconds: Option<f64>,
     /// The same tokens as autoregressive decoding: `yes`, `near-ties` (but for those) or `no`; `in distribution` where drafts are sampled,
     /// and texts agree in no more than that.
     pub identical: Option<&'static str>,
@@ -291,6 +293,7 @@ fn row(entry: &Entry, decoder: &str, benchmark: &str, figures: &BenchmarkScore) 
         speedup: figures.speedup,
         speedup_interval: figures.speedup_interval.filter(|_| figures.prompts > 1),
         hit_rate: figures.hit_rate,
+        pack_milliseconds: (figures.pack_seconds > 0.0).then(|| 1e3 * figures.pack_seconds / figures.rounds.max(1) as f64),
         identical: identical(score, decoder, figures),
         difference: None,
     }

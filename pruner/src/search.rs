@@ -83,6 +83,11 @@ impl Counted {
         self.parts.len()
     }
 
+    /// Candidates that each part was for.
+    pub fn running_by_part(&self) -> Vec<usize> {
+        self.parts.iter().map(|part| part.without.len()).collect()
+    }
+
     fn with(&self) -> Committed {
         self.parts.iter().flat_map(|part| &part.with).copied().collect()
     }
@@ -188,6 +193,16 @@ impl Blocks {
         }
         cost
     }
+}
+
+/// What every response's blocks commit under one model, by a whole forward: a plain search is this for every candidate.
+pub fn committed(model: &Transformer, blocks: &Blocks) -> Committed {
+    let _no_grad = tch::no_grad_guard();
+    let of_run = |run: Run<'_>| {
+        let embedded = model.embed(&torch::ids_tensor(&run.prepared.batch.ids, model.device()));
+        run.committed(&run.layers(0..model.layers.len(), embedded))
+    };
+    blocks.runs(model, 0).flat_map(of_run).collect()
 }
 
 /// One batch and what its forwards need.

@@ -49,6 +49,7 @@ fn fields(row: &Row, against: &str) -> Vec<Field> {
     fields.push(("tokens_per_second", row.tokens_per_second.to_string()));
     fields.extend(spread(["speedup", "speedup_low", "speedup_high"], row.speedup, row.speedup_interval));
     fields.push(("hit_rate", number(row.hit_rate)));
+    fields.push(("pack_milliseconds", number(row.pack_milliseconds)));
     fields.push(("identical", row.identical.unwrap_or_default().to_string()));
     fields.push(("against", difference.map_or(String::new(), |_| against.to_string())));
     fields.push(("paired_prompts", difference.map_or(String::new(), |difference| difference.prompts.to_string())));

@@ -35,6 +35,7 @@ fn benchmark(rounds: &[usize], seconds: f64) -> BenchmarkScore {
 fn entry(label: &str, layers: usize, rounds: &[usize], seconds: f64) -> Entry {
     let decoder = |figures| DecoderScore { benchmarks: BTreeMap::from([("gsm8k".to_string(), figures)]) };
     let alone = BenchmarkScore { speedup: None, hit_rate: None, ..benchmark(&vec![60; rounds.len()], 0.02) };
+    let packs = 0.0123 * rounds.iter().sum::<usize>() as f64;
     let score = Score {
         checkpoint: label.to_string(),
         kind: "d3d".to_string(),
@@ -55,7 +56,7 @@ fn entry(label: &str, layers: usize, rounds: &[usize], seconds: f64) -> Entry {
         decoders: BTreeMap::from([
             (ALONE.to_string(), decoder(alone)),
             ("lockstep".to_string(), decoder(benchmark(rounds, seconds * 1.5))),
-            (RANKED.to_string(), decoder(benchmark(rounds, seconds))),
+            (RANKED.to_string(), decoder(BenchmarkScore { pack_seconds: packs, ..benchmark(rounds, seconds) })),
         ]),
     };
     Entry { label: label.to_string(), run: Some("run".to_string()), score }
@@ -226,6 +227,8 @@ fn names_choose_the_reference_and_the_benchmarks() {
     assert_eq!(compare(&entries, None, &["gsm8k".to_string()]).unwrap().rows.len(), 9);
     assert!(matches!(compare(&[], None, &[]), Err(ComparisonError::Nothing)));
     entries[0].score.decoders.clear();
+    let message = compare(&entries, None, &[]).unwrap_err().to_string();
+    assert!(message.contains("has no figures"), "{message}");
     assert!(matches!(compare(&entries[..1], None, &[]), Err(ComparisonError::Nothing)));
 }
 
@@ -242,10 +245,10 @@ fn the_table_is_aligned_and_explained() {
     let expected = "\
 gsm8k: 40 prompts, the target alone 50.0 tokens/s
 
-checkpoint    decoder       layers  parameters                    τ  tokens/s               speedup  hit rate  identical
-────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-step-000048   asynchronous      30     134.5 M  2.35 (2.25 to 2.45)      78.4  1.57× (1.49 to 1.65)      50 %  yes
-step-000048   lockstep          30     134.5 M  2.35 (2.25 to 2.45)      52.3  1.05× (0.99 to 1.10)      50 %  yes
+checkpoint    decoder       layers  parameters                    τ  tokens/s               speedup  hit rate     pack  identical
+─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+step-000048   asynchronous      30     134.5 M  2.35 (2.25 to 2.45)      78.4  1.57× (1.49 to 1.65)      50 %  12.3 ms  yes
+step-000048   lockstep          30     134.5 M  2.35 (2.25 to 2.45)      52.3  1.05× (0.99 to 1.10)      50 %        –  yes
 ";
     assert!(text.starts_with(expected), "{text}");
     let expected = "
@@ -292,12 +295,28 @@ fn published_figures_stand_under_our_names_and_their_targets() {
 }
 
 #[test]
+fn sampled_drafts_agree_in_distribution_and_may_be_the_fastest() {
+    let mut entries = [entry("one", 30, &rounds(|_| 1), 0.03), entry("other", 29, &rounds(|_| 0), 0.0285)];
+    for entry in &mut entries {
+        (entry.score.drafts, entry.score.temperature) = ("sampled".to_string(), 0.7);
+        for decoder in [RANKED, "lockstep"] {
+            figures_of(entry, decoder).identical_to_autoregressive = None;
+        }
+    }
+    let comparison = compare(&entries, None, &[]).unwrap();
+    let said: Vec<_> = comparison.rows.iter().filter(|row| row.decoder != ALONE).map(|row| row.identical).collect();
+    assert_eq!(said, [Some("in distribution"); 4]);
+    assert_eq!(comparison.fastest[0].label, "other");
+}
+
+#[test]
 fn json_has_every_key_and_null_for_what_is_not_known() {
     let json: Value = serde_json::to_value(sample()).unwrap();
     let keys = |value: &Value| value.as_object().unwrap().keys().cloned().collect::<Vec<_>>().join(" ");
     assert_eq!(keys(&json), "schema against rows fastest published");
     let row = "label run checkpoint kind target dtype block_size layers parameters fan_out concurrency temperature benchmark decoder \
-               prompts tokens rounds tau tau_interval tokens_per_second speedup speedup_interval hit_rate identical difference";
+               prompts tokens rounds tau tau_interval tokens_per_second speedup speedup_interval hit_rate \
+               pack_milliseconds identical difference";
     for one in json["rows"].as_array().unwrap() {
         assert_eq!(keys(one), row);
     }

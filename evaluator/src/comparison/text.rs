@@ -7,6 +7,7 @@ pub(super) const LEGEND: &str = "\
 τ: tokens committed per forward of the target, over all rounds. speedup: tokens/s over the target's alone, in the same run.
 In brackets: 95 % intervals by resampling prompts; differences are paired by prompt. better, worse: only where the interval
 excludes no difference (Δτ of 0, speed of 1.00×). identical: the same tokens as the target alone, near-ties aside.
+pack: what the drafter takes in a round to draft ahead, beside the target.
 ";
 
 /// The comparison as text: for each benchmark the figures, the differences, and what keeps from a verdict.
@@ -88,6 +89,7 @@ pub(super) fn figures_grid(comparison: &Comparison, benchmark: &str) -> Grid {
         ("tokens/s", true),
         ("speedup", true),
         ("hit rate", true),
+        ("pack", true),
         ("identical", false),
     ];
     let cells = |row: &Row| {
@@ -100,6 +102,7 @@ pub(super) fn figures_grid(comparison: &Comparison, benchmark: &str) -> Grid {
             rate(row.tokens_per_second),
             row.speedup.map_or(ABSENT.to_string(), |speedup| with_interval(speedup, "×", row.speedup_interval, plain)),
             or_absent(row.hit_rate, percent),
+            or_absent(row.pack_milliseconds, |milliseconds| format!("{milliseconds:.1} ms")),
             row.identical.unwrap_or(ABSENT).to_string(),
         ]
     };
