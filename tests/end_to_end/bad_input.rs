@@ -138,3 +138,44 @@ fn a_prompt_file_without_a_prompt_is_an_error_and_bad_rows_are_counted() {
         serde_json::from_str(&fs::read_to_string(responses.join(data::manifest::FILE_NAME)).unwrap()).unwrap();
     assert_eq!((&manifest["results"]["rows_used"], &manifest["results"]["rows_rejected"]), (&24.into(), &3.into()));
 }
+
+#[test]
+fn pruning_refuses_a_ledger_of_another_run_and_a_drafter_without_weights() {
+    let folder = tempfile::tempdir().unwrap();
+    tiny::write(folder.path());
+    let short = ["--set", "train.steps=2", "--set", "prune.recovery_steps=1"];
+    let run = |arguments: &[&str]| {
+        let output = drafthorse(folder.path(), &[arguments, &short].concat()).output().unwrap();
+        let message = stderr(&output);
+        assert!(!message.contains("panicked") && !message.contains("a defect in drafthorse"), "{message}");
+        (output.status.code().unwrap(), message)
+    };
+    let (code, message) = run(&["run", "recipe.toml", "--until", "train"]);
+    assert_eq!(code, 0, "{message}");
+    let prune = folder.path().join("runs/tiny/prune");
+    fs::create_dir(&prune).unwrap();
+    let foreign = r#"{"event":"begun","parent":"step-000099","layers":7,"weights":"0123456789","held_out":"ab","anchors":3,"seed":9,"criterion":"tau"}"#;
+    for (ledger, expected) in
+        [(format!("{foreign}\n"), "its layers (7 there, 4 now)"), ("{\"event\":\"nonsense\"}\n".to_string(), "line 1")]
+    {
+        fs::write(prune.join("ledger.jsonl"), &ledger).unwrap();
+        let (code, message) = run(&["prune", "recipe.toml"]);
+        assert!(code != 0 && message.contains("ledger.jsonl") && message.contains(expected), "{code}: {message}");
+        assert_eq!(fs::read_to_string(prune.join("ledger.jsonl")).unwrap(), ledger);
+    }
+    // As the message says.
+    fs::remove_dir_all(&prune).unwrap();
+
+    let weights = folder.path().join("runs/tiny/train/latest/model.safetensors");
+    let kept = fs::read(&weights).unwrap();
+    fs::remove_file(&weights).unwrap();
+    let (code, message) = run(&["prune", "recipe.toml"]);
+    assert!(code != 0 && message.contains("model.safetensors"), "{code}: {message}");
+    fs::write(&weights, &kept[..kept.len() / 2]).unwrap();
+    let (code, message) = run(&["prune", "recipe.toml"]);
+    assert!(code != 0 && message.contains("model.safetensors"), "{code}: {message}");
+    fs::write(&weights, &kept).unwrap();
+    let (code, message) = run(&["prune", "recipe.toml"]);
+    assert_eq!(code, 0, "{message}");
+    assert!(prune.join("layers-03/model.safetensors").exists());
+}
