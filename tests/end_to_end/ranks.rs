@@ -77,12 +77,13 @@ fn assert_same_metrics(folder: &Path, reference: &Path) {
     for (step, expected) in &expected {
         let value = |line: &Value, name: &str| line[name].as_f64().unwrap();
         let total = value(expected, "loss");
-        // The norm's rounding is enlarged by the optimiser, which divides by small moments.
+        // Rounding is enlarged by the optimiser, which divides by small moments, the norm's most. How much depends on the number of cores
+        // as well; a response too many or a wrong divisor shows in the second digit.
         let norm = value(expected, "gradient_norm");
         for (name, within) in [
-            ("loss", 1e-5 * total),
-            ("loss_diffusion", 1e-5 * total),
-            ("loss_autoregressive", 1e-5 * total),
+            ("loss", 5e-5 * total),
+            ("loss_diffusion", 5e-5 * total),
+            ("loss_autoregressive", 5e-5 * total),
             ("gradient_norm", 1e-3 * norm),
         ] {
             let (ours, expected) = (value(&ours[step], name), value(expected, name));
