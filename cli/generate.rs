@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::Context as _;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use configs::{Decoder, Drafts, Dtype};
+use configs::{Decoder, Drafts, Dtype, MOST_BLOCKS};
 use data::prompts::Message;
 use data::tokenizer::Tokenizer;
 use evaluator::benchmark::decoder_name;
@@ -126,9 +126,6 @@ fn share(text: &str) -> Result<f64, String> {
     if value > 0.0 && value <= 1.0 { Ok(value) } else { Err("must be above 0 and at most 1".to_string()) }
 }
 
-/// More blocks than these make a pack that costs more than any round could gain.
-const MOST_BLOCKS: usize = 1024;
-
 fn fan_out(text: &str) -> Result<FanOut, String> {
     let form = || format!("write it as in 11x2 (positions and candidates) or 24 (blocks), at most {MOST_BLOCKS} blocks in all");
     let number = |text: &str| text.parse::<usize>().ok().filter(|&number| (1..=MOST_BLOCKS).contains(&number)).ok_or_else(form);
@@ -136,7 +133,8 @@ fn fan_out(text: &str) -> Result<FanOut, String> {
         return Ok(FanOut::BestFirst { blocks: number(text)? });
     };
     let (positions, candidates) = (number(positions)?, number(candidates)?);
-    if positions * candidates > MOST_BLOCKS { Err(form()) } else { Ok(FanOut::Rectangle { positions, candidates }) }
+    // Full acceptance is one position more.
+    if (positions + 1) * candidates > MOST_BLOCKS { Err(form()) } else { Ok(FanOut::Rectangle { positions, candidates }) }
 }
 
 fn bad(message: String) -> anyhow::Error {
@@ -359,7 +357,9 @@ mod tests {
     fn a_fan_out_is_a_rectangle_or_a_number_of_blocks() {
         assert_eq!(fan_out("11x2"), Ok(FanOut::Rectangle { positions: 11, candidates: 2 }));
         assert_eq!(fan_out("24"), Ok(FanOut::BestFirst { blocks: 24 }));
-        for wrong in ["", "x", "0", "11x", "x2", "11x0", "11x2x3", "-3", "1025", "1024x2", "99999999999999999999", "a lot"] {
+        for wrong in
+            ["", "x", "0", "11x", "x2", "11x0", "11x2x3", "-3", "1025", "1024x1", "1x1024", "99999999999999999999", "a lot"]
+        {
             assert!(fan_out(wrong).is_err_and(|message| message.contains("11x2")), "{wrong}");
         }
     }

@@ -28,7 +28,7 @@ pub use recipe::{
 };
 pub use reference::{Method, PublishedFigures, Reference, ReferenceError};
 pub use source::Place;
-pub use validate::{COLDEST, LARGEST_BLOCK};
+pub use validate::{COLDEST, LARGEST_BLOCK, MOST_BLOCKS};
 
 /// Reads the recipe at `path`, the recipes it extends, and then `overrides` of the form `key.path=VALUE`, the later ones
 /// winning. VALUE is TOML, or else taken as a bare string.

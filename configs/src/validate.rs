@@ -18,8 +18,8 @@ pub const COLDEST: f64 = 0.001;
 /// Slots of a block at most.
 pub const LARGEST_BLOCK: usize = 1024;
 
-/// Blocks that a rectangle may have in a round.
-const MOST_BLOCKS: usize = 1024;
+/// More blocks of a round than these make a pack that costs more than any round could gain.
+pub const MOST_BLOCKS: usize = 1024;
 
 const DTYPES: &[(&str, Dtype)] = &[("auto", Dtype::Auto), ("f32", Dtype::F32), ("bf16", Dtype::Bf16)];
 const LABELS: &[(&str, Labels)] = &[("in_place", Labels::InPlace), ("next", Labels::Next)];
@@ -264,8 +264,10 @@ fn evaluate(fields: &typed::Evaluate) -> Result<Evaluate, RecipeError> {
     let fan_out = choice(&fields.fan_out, FanOut::Rectangle, FAN_OUTS)?;
     if let (Some(written), true) = (&fields.candidates.written, fan_out == FanOut::Rectangle) {
         let (positions, candidates) = (count(&fields.positions, 11)?, count(&fields.candidates, 2)?);
-        if positions.saturating_mul(candidates) > MOST_BLOCKS {
-            let fault = format!("times `evaluate.positions` makes more than {MOST_BLOCKS} blocks in each round; give fewer");
+        // Full acceptance is one position more.
+        if positions.saturating_add(1).saturating_mul(candidates) > MOST_BLOCKS {
+            let fault =
+                format!("times `evaluate.positions` makes more than {MOST_BLOCKS} blocks, full acceptance included; give fewer");
             return Err(bad(fields.candidates.key, &written.place, &fault));
         }
     }

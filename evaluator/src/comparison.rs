@@ -8,6 +8,7 @@
 //! is not known. [`table`], [`csv`] and [`html`] show the same.
 
 mod csv;
+mod obstacles;
 mod page;
 mod published;
 #[cfg(test)]
@@ -19,6 +20,7 @@ use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 
 pub use self::csv::csv;
+use self::obstacles::{for_speed, for_tau, other_settings};
 pub use self::page::html;
 pub use self::published::{Published, PublishedRow};
 pub use self::text::table;
@@ -68,6 +70,7 @@ pub struct Row {
     pub target: String,
     /// The target's.
     pub dtype: String,
+    pub drafter_dtype: String,
     pub block_size: usize,
     pub layers: usize,
     /// Of the drafter, where the score says.
@@ -275,6 +278,7 @@ fn row(entry: &Entry, decoder: &str, benchmark: &str, figures: &BenchmarkScore) 
         kind: score.kind.clone(),
         target: score.target.clone(),
         dtype: score.dtype.clone(),
+        drafter_dtype: score.drafter_dtype.clone(),
         block_size: score.block_size,
         layers: score.layers,
         parameters: score.parameters,
@@ -334,8 +338,8 @@ fn difference(entry: &Entry, reference: &Entry, decoder: &str, benchmark: &str) 
     if pairs.len() == 1 {
         difference.notes.push("one prompt is too few for an interval".to_string());
     }
-    let texts = obstacles_for_tau(&entry.score, &reference.score);
-    let speeds = obstacles_for_speed(entry, reference, benchmark);
+    let texts = for_tau(&entry.score, &reference.score);
+    let speeds = for_speed(entry, reference, benchmark);
     let tau = |picked: &[usize]| {
         let tau_of = |side: fn(&Pair) -> PromptFigures| tau(picked.iter().map(|&index| side(&pairs[index])));
         tau_of(|pair| pair.0) - tau_of(|pair| pair.1)
@@ -349,6 +353,7 @@ fn difference(entry: &Entry, reference: &Entry, decoder: &str, benchmark: &str) 
     if texts.is_empty() && (committed / others - 1.0).abs() > OTHER_LENGTH {
         difference.notes.push(format!("mind: its texts have {committed} tokens, the reference's {others}"));
     }
+    difference.notes.extend(other_settings(&entry.score, &reference.score).into_iter().map(|it| format!("mind: {it}")));
     difference.notes.extend(texts.into_iter().map(|reason| format!("no verdict: {reason}")));
     difference.notes.extend(speeds.into_iter().map(|reason| format!("no verdict on speed: {reason}")));
     difference
@@ -408,57 +413,6 @@ fn speed_ratio(pairs: &[Pair], counter: u64) -> Option<Estimate> {
     let interval = (pairs.len() > 1).then(|| ratio_interval(pairs.len(), generator(counter), ratio));
     (!pairs.is_empty()).then(|| Estimate::new(ratio(&(0..pairs.len()).collect::<Vec<_>>()), interval, 1.0))
 }
-
-/// Why the texts differ whatever the checkpoint.
-fn obstacles_for_tau(ours: &Score, theirs: &Score) -> Vec<String> {
-    let mut reasons = Vec::new();
-    if ours.target != theirs.target {
-        reasons.push(format!("other target ({}, the reference's {})", ours.target, theirs.target));
-    }
-    if ours.temperature != theirs.temperature {
-        reasons.push(format!("other temperature ({}, the reference's {})", ours.temperature, theirs.temperature));
-    }
-    if ours.sampling != theirs.sampling {
-        reasons.push(format!("sampled otherwise ({}, the reference {})", said(&ours.sampling), said(&theirs.sampling)));
-    }
-    if ours.drafts != theirs.drafts {
-        reasons.push(format!("drafts are {}, the reference's {}", said(&ours.drafts), said(&theirs.drafts)));
-    }
-    reasons
-}
-
-fn said(text: &str) -> &str {
-    if text.is_empty() { "not said how" } else { text }
-}
-
-/// Why the speeds differ whatever the checkpoint, beside [`obstacles_for_tau`].
-fn obstacles_for_speed(entry: &Entry, reference: &Entry, benchmark: &str) -> Vec<String> {
-    let (ours, theirs) = (&entry.score, &reference.score);
-    let mut reasons = Vec::new();
-    if ours.dtype != theirs.dtype {
-        reasons.push(format!("other dtype ({}, the reference's {})", ours.dtype, theirs.dtype));
-    }
-    if ours.concurrency != theirs.concurrency {
-        reasons.push(format!("{} texts at once, the reference {}", ours.concurrency, theirs.concurrency));
-    }
-    let alone = figures(ours, ALONE, benchmark).zip(figures(theirs, ALONE, benchmark));
-    let ratio = alone.and_then(|(ours, theirs)| pairs(ours, theirs).ok()).and_then(|pairs| speed_ratio(&pairs, 4));
-    match ratio {
-        // Checkpoints of one run share the measurement, and then this is 1 exactly. That no difference is shown is not enough: it must be
-        // shown to be small.
-        Some(Estimate { interval: Some((low, high)), .. }) if low > 1.0 - EQUALLY_FAST && high < 1.0 + EQUALLY_FAST => {}
-        Some(Estimate { value, interval: Some((low, high)), .. }) => reasons.push(format!(
-            "the target alone ran {value:.2}× ({low:.2}× to {high:.2}×) as fast as for the reference: another machine, or not as \
-             idle; look at the speedups"
-        )),
-        _ if entry.run.is_some() && entry.run == reference.run => {}
-        _ => reasons.push("nothing shows that both were measured on the same machine".to_string()),
-    }
-    reasons
-}
-
-/// The target alone is as fast on both sides if its speeds are shown to be no further apart than this share.
-const EQUALLY_FAST: f64 = 0.1;
 
 /// Ranks the rows of one benchmark.
 fn fastest(entries: &[Entry], rows: &[Row], benchmark: &str) -> Option<Fastest> {

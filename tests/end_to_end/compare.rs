@@ -153,6 +153,9 @@ fn labels_tell_runs_and_files_apart() {
     assert_eq!(of(&["first", "second"]), ["first/layers-29", "second/layers-29"]);
     assert_eq!(of(&["first", "first/scores/layers-29.json"]), ["layers-29"], "each score once");
     assert_eq!(of(&["kept/layers-29.json", "first"]), ["kept/layers-29", "first/scores/layers-29"]);
+    fs::copy(folder.path().join("kept/layers-29.json"), folder.path().join("kept/layers-29.old")).unwrap();
+    let one_stem = ["kept/layers-29.json", "kept/layers-29.old"];
+    assert_eq!(of(&one_stem), one_stem, "files that differ in nothing but their ending");
     let json = compares(folder.path(), &["first", "second", "--format", "json", "--against", "second/layers-29"]);
     assert_eq!(serde_json::from_str::<Value>(&json).unwrap()["against"], "second/layers-29");
 }
@@ -164,7 +167,13 @@ fn what_cannot_be_compared_exits_2_and_says_what_was_looked_for() {
     fs::create_dir_all(folder.path().join("runs/young")).unwrap();
     fs::write(folder.path().join("runs/young/recipe.toml"), "").unwrap();
     fs::write(folder.path().join("other.json"), "{\"loss\": 1}").unwrap();
-    let cases: [(&[&str], &[&str]); 7] = [
+    write_run(&folder.path().join("runs/holed"));
+    fs::remove_file(folder.path().join("runs/holed/scores/layers-29.json")).unwrap();
+    write_run(&folder.path().join("runs/\x1b[31mred"));
+    fs::write(folder.path().join("runs/\x1b[31mred/scores/layers-29.json"), "{").unwrap();
+    let cases: [(&[&str], &[&str]); 9] = [
+        (&["holed"], &["runs/holed/scores/layers-29.json", "drafthorse run runs/holed --restart evaluate"]),
+        (&["\x1b[31mred"], &["31mred/scores/layers-29.json", "--restart evaluate"]),
         (&["absent"], &["`absent` is neither a run nor a score", "runs/absent", "`scores`"]),
         (&["young"], &["run `runs/young` has no scores yet", "drafthorse evaluate runs/young"]),
         (&["other.json"], &["other.json", "is not a score"]),
@@ -178,6 +187,7 @@ fn what_cannot_be_compared_exits_2_and_says_what_was_looked_for() {
         let message = stderr(&output);
         assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{arguments:?}: {message}");
         assert!(expected.iter().all(|part| message.contains(part)), "{arguments:?}: {message}");
+        assert!(!message.contains('\x1b'), "{message:?}");
     }
 }
 

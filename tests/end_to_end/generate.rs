@@ -241,6 +241,31 @@ fn what_does_not_fit_is_refused_with_what_to_do() {
 }
 
 #[test]
+fn prompts_and_answers_beyond_what_the_target_reads_are_told() {
+    let folder = models();
+    let path = folder.path().join("model/config.json");
+    let mut config: serde_json::Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    let mut with_positions = |count: usize| {
+        config["max_position_embeddings"] = count.into();
+        fs::write(&path, config.to_string()).unwrap();
+        output(folder.path(), &["--decoder", "autoregressive", "Tell me of 7."])
+    };
+    let refused = with_positions(5);
+    let said = stderr(&refused);
+    let length: usize = said.split("the prompt has ").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().parse().unwrap();
+    assert_eq!(refused.status.code(), Some(2), "{said}");
+    assert!(said.contains("reads at most 5 (`max_position_embeddings`); shorten it"), "{said}");
+
+    assert_eq!(with_positions(length).status.code(), Some(2), "no room for one token");
+    let short = with_positions(length + 3);
+    let note = format!("mind: after 3 tokens the target is beyond the {} it was made for", length + 3);
+    assert!(short.status.success() && stderr(&short).contains(&note), "{}", stderr(&short));
+    let enough = with_positions(length + LIMIT.parse::<usize>().unwrap());
+    assert!(enough.status.success() && !stderr(&enough).contains("mind:"), "{}", stderr(&enough));
+    assert_eq!(enough.stdout, short.stdout, "a note, no limit");
+}
+
+#[test]
 fn an_answer_that_would_not_fit_into_memory_is_refused() {
     let folder = models();
     for decoder in ["asynchronous", "lockstep", "autoregressive"] {

@@ -119,7 +119,10 @@ fn impossible_values_are_refused() {
         ("regenerate.temperature=-1", "must be 0, which takes the likeliest token, or at least 0.001, not `-1`"),
         ("evaluate.temperature=0.0001", "must be 0, which takes the likeliest token, or at least 0.001, not `0.0001`"),
         ("drafter.block_size=1025", "must be at least 2, an anchor and a mask, and at most 1024, not `1025`"),
-        ("evaluate.candidates=100", "times `evaluate.positions` makes more than 1024 blocks in each round; give fewer"),
+        (
+            "evaluate.candidates=86",
+            "times `evaluate.positions` makes more than 1024 blocks, full acceptance included; give fewer",
+        ),
         ("regenerate.top_p=0", "must be greater than 0 and at most 1, not `0`"),
         ("regenerate.top_p=1.5", "must be greater than 0 and at most 1, not `1.5`"),
         ("regenerate.batch_rows=0", "must be at least 1, not `0`"),

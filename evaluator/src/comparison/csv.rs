@@ -33,6 +33,7 @@ fn fields(row: &Row, against: &str) -> Vec<Field> {
         ("kind", row.kind.clone()),
         ("target", row.target.clone()),
         ("dtype", row.dtype.clone()),
+        ("drafter_dtype", row.drafter_dtype.clone()),
         ("block_size", row.block_size.to_string()),
         ("layers", row.layers.to_string()),
         ("parameters", row.parameters.map_or(String::new(), |count| count.to_string())),

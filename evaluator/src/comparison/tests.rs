@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::{Value, json};
 
 use super::*;
+use crate::budget::{Measured, Resolved};
 use crate::report::check_well_formed;
 use crate::score::{DecoderScore, Divergence};
 
@@ -189,6 +190,34 @@ fn speeds_of_other_machines_get_no_verdict() {
 }
 
 #[test]
+fn other_settings_of_the_drafters_are_said_and_judged() {
+    let one = entry("one", 30, &rounds(|_| 1), 0.03);
+    let said = |change: &dyn Fn(&mut Score)| {
+        let mut other = entry("other", 30, &rounds(|_| 0), 0.02);
+        change(&mut other.score);
+        let difference = difference_of(&[one.clone(), other]);
+        assert!(difference.speed_ratio.unwrap().verdict.is_some());
+        difference.notes.concat()
+    };
+    let dtype = said(&|score| score.drafter_dtype = "f32".to_string());
+    assert_eq!(dtype, "mind: other dtype of the drafter (f32, the reference's bf16)");
+    let fan_out = said(&|score| score.fan_out = "rectangle, 11 × 2".to_string());
+    assert_eq!(fan_out, "mind: other fan-out (rectangle, 11 × 2, the reference's best_first, 24 blocks)");
+
+    // What a budget comes to is a matter of the checkpoint.
+    let measured = Measured { texts: 1, context: 9, verify_seconds: 0.1, packs: Vec::new(), shared_device: false };
+    let timed = |blocks: usize, asked: &str| {
+        let mut entry = entry(&format!("{blocks} {asked}"), 30, &rounds(|_| 0), 0.02);
+        entry.score.fan_out = format!("best_first, {blocks} blocks ({asked})");
+        entry.score.budget = Some(Resolved { asked: asked.to_string(), blocks, measured: measured.clone() });
+        entry
+    };
+    assert!(difference_of(&[timed(9, "auto"), timed(12, "auto")]).notes.is_empty());
+    let notes = difference_of(&[timed(9, "auto"), timed(9, "20 ms")]).notes.concat();
+    assert_eq!(notes, "mind: other fan-out (best_first, budget 20 ms, the reference's best_first, budget auto)");
+}
+
+#[test]
 fn the_fastest_has_the_same_output_and_those_it_is_not_shown_to_beat_are_named() {
     let mut wrong = entry("wrong", 28, &rounds(|_| 0), 0.01);
     figures_of(&mut wrong, RANKED).identical_to_autoregressive = Some(false);
@@ -314,8 +343,8 @@ fn json_has_every_key_and_null_for_what_is_not_known() {
     let json: Value = serde_json::to_value(sample()).unwrap();
     let keys = |value: &Value| value.as_object().unwrap().keys().cloned().collect::<Vec<_>>().join(" ");
     assert_eq!(keys(&json), "schema against rows fastest published");
-    let row = "label run checkpoint kind target dtype block_size layers parameters fan_out concurrency temperature benchmark decoder \
-               prompts tokens rounds tau tau_interval tokens_per_second speedup speedup_interval hit_rate \
+    let row = "label run checkpoint kind target dtype drafter_dtype block_size layers parameters fan_out concurrency temperature \
+               benchmark decoder prompts tokens rounds tau tau_interval tokens_per_second speedup speedup_interval hit_rate \
                pack_milliseconds identical difference";
     for one in json["rows"].as_array().unwrap() {
         assert_eq!(keys(one), row);
