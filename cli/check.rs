@@ -1,6 +1,6 @@
 //! `drafthorse check`: the recipe as it resolves, and what carrying it out takes.
 
-use configs::{Objective, Recipe};
+use configs::{Objective, Recipe, Stop};
 use model::ModelConfig;
 use torch::tch::Kind;
 use trainer::training::state_bytes;
@@ -56,9 +56,11 @@ pub(crate) fn check(mut recipe: Recipe) -> anyhow::Result<()> {
     text +=
         &format!("# logits of one chunk of {} rows, whose gradient takes their place: {}\n", train.chunk_rows, gigabytes(logits));
     text += &format!(
-        "# pruning: up to {} of {depth} layers, {} steps of recovery after each\n",
+        "# pruning: up to {} of {depth} layers, {} steps of recovery after each{}{}\n",
         layers_to_remove(recipe, depth),
-        recipe.prune.recovery_steps
+        recipe.prune.recovery_steps,
+        if recipe.prune.stop == Stop::Speed { ", until the predicted speed no longer rises" } else { "" },
+        if recipe.prune.swap { "; then a swap, and its recovery" } else { "" }
     );
     for benchmark in &recipe.evaluate.benchmarks {
         let chosen = choose(benchmark, recipe.evaluate.limit, recipe.seed)?;

@@ -9,6 +9,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use configs::Recipe;
 use data::manifest::{Manifest, Standing, standing};
 use evaluator::benchmark::{Baseline, Benchmark, Plan, decoder_name, drafts_name, evaluate};
 use evaluator::decode::{DecodeError, Settings};
@@ -143,20 +144,7 @@ impl Scorer {
         drop(lock);
         let text = Rc::new(context.text()?);
         let target = models::target(recipe)?;
-        let settings = Settings {
-            sampler: Sampler {
-                temperature: recipe.evaluate.temperature,
-                top_p: recipe.evaluate.top_p,
-                top_k: recipe.evaluate.top_k,
-                seed: recipe.seed,
-            },
-            stop_tokens: target.config.eos_token_id.clone(),
-            max_new_tokens: recipe.evaluate.max_new_tokens,
-            concurrency: recipe.evaluate.concurrency,
-            // Each drafter gets its own.
-            fan_out: FanOut::BestFirst { blocks: 0 },
-            drafts: recipe.evaluate.drafts,
-        };
+        let settings = settings(recipe, &target);
         let baselines = folder.join(baseline.file());
         let ahead = Ahead::new(folder.join(baseline.budgets_file()));
         Ok(Some(Self { benchmarks: benchmarks(context, &text)?, target, settings, folder, baselines, ahead }))
@@ -242,6 +230,23 @@ impl Scorer {
         drop(bar);
         context.progress.note(&format!("{:>12} {name}: {}", "evaluate", summary(&score)));
         Ok(Status::Done)
+    }
+}
+
+/// How a recipe decodes benchmarks, but for the fan-out, of which each drafter gets its own.
+pub(super) fn settings(recipe: &Recipe, target: &Transformer) -> Settings {
+    Settings {
+        sampler: Sampler {
+            temperature: recipe.evaluate.temperature,
+            top_p: recipe.evaluate.top_p,
+            top_k: recipe.evaluate.top_k,
+            seed: recipe.seed,
+        },
+        stop_tokens: target.config.eos_token_id.clone(),
+        max_new_tokens: recipe.evaluate.max_new_tokens,
+        concurrency: recipe.evaluate.concurrency,
+        fan_out: FanOut::BestFirst { blocks: 0 },
+        drafts: recipe.evaluate.drafts,
     }
 }
 

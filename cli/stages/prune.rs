@@ -1,9 +1,12 @@
 //! Layers go, the least harmful first; the drafter recovers after each.
 
-use configs::Criterion;
+mod speed;
+
+use configs::{Criterion, Stop};
 use model::checkpoint;
-use pruner::ledger::TauLoss;
+use pruner::ledger::{Swapped, TauLoss};
 use pruner::pruning::{self, Progress, Settings, layers_name, recovery_name};
+use pruner::swapping::{swap_recovery_name, swapped_name};
 use serde_json::{Map, json};
 use trainer::objective::Distillation;
 use trainer::saving::{resumed_step, step_name};
@@ -41,10 +44,17 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
         keep_last: 1,
         ..training
     };
+    let held_out = &responses.held_out[..responses.held_out.len().min(prune.responses)];
+    let speed = match prune.stop {
+        Stop::Speed => Some(speed::model(context, &teacher, held_out, remove)?),
+        Stop::Tau => None,
+    };
     let settings = Settings {
         remove,
         min_layers: prune.min_layers,
-        keep_tau: prune.keep_tau,
+        keep_tau: prune.keep_tau.unwrap_or(0.0),
+        speed,
+        swap: prune.swap,
         criterion: prune.criterion,
         anchors: prune.anchors,
         distillation: Distillation { temperature: prune.temperature, margin: Some(prune.margin) },
@@ -53,7 +63,6 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
     let text = context.text()?;
     let files = text.files();
     let parent = step_name(file.step);
-    let held_out = &responses.held_out[..responses.held_out.len().min(prune.responses)];
     let pruning = pruning::Context {
         teacher: &teacher,
         parent: &parent,
@@ -66,8 +75,9 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
     };
     // The recovery under way says from which step its metrics go on; those of finished ones stay, those of an earlier start go.
     let depths = teacher.layers.len() - remove..teacher.layers.len();
-    for depth in depths.filter(|&depth| !context.folder.join(layers_name(depth)).exists()) {
-        let name = recovery_name(depth);
+    let recoveries =
+        depths.flat_map(|depth| [(layers_name(depth), recovery_name(depth)), (swapped_name(depth), swap_recovery_name(depth))]);
+    for (_, name) in recoveries.filter(|(checkpoint, _)| !context.folder.join(checkpoint).exists()) {
         rewind_metrics(context, &name, resumed_step(&context.folder.join(&name))?)?;
     }
     let mut sinks = sinks(context)?;
@@ -122,12 +132,29 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
             ));
         }
         Progress::Recovering(step) => recovering.set(step.step as usize, &describe(step)),
-        Progress::Recovered { depth, tau, tau_unpruned, kept } => recovering.note(&format!(
+        Progress::Recovered { depth, tau, tau_unpruned, keeps_tau } => recovering.note(&format!(
             "{:>12} {depth} layers recovered to τ {tau:.2}, {:.1} % of the unpruned drafter's {tau_unpruned:.2}{}",
             "prune",
             100.0 * tau / tau_unpruned,
-            if kept { "" } else { ": less than `prune.keep_tau`, so pruning ends here" }
+            if keeps_tau { "" } else { ": less than `prune.keep_tau`, so pruning ends here" }
         )),
+        Progress::Predicted { predicted, before } => {
+            let slower = before.is_some_and(|before| predicted.tokens_per_second <= before.tokens_per_second);
+            recovering.note(&format!(
+                "{:>12} {} layers: {:.2} tokens/s predicted from τ {:.2} and a hit rate of {:.0} %{}",
+                "prune",
+                predicted.depth,
+                predicted.tokens_per_second,
+                predicted.tau,
+                100.0 * predicted.hit_rate,
+                if slower { ": no faster than with one layer more, so pruning ends here" } else { "" }
+            ));
+        }
+        Progress::SwapMeasured(swap) => recovering.note(&format!(
+            "{:>12} with layer {} back, layer {} can best be spared: τ {:.2} before recovery",
+            "prune", swap.put_back, swap.take_out, swap.tau
+        )),
+        Progress::Swapped(swapped) => recovering.note(&format!("{:>12} {}", "prune", in_words(swapped))),
     };
     let ending = pruning::prune(&pruning, &settings, &mut sinks, &mut show, context.stop)?;
     drop((measuring, recovering));
@@ -140,6 +167,15 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
     Ok(Status::Done)
 }
 
+fn in_words(swapped: &Swapped) -> String {
+    let Swapped { put_back, take_out, depth, tau_before, tau, kept } = swapped;
+    let ending = match kept {
+        true => format!("; kept as {}", swapped_name(*depth)),
+        false => ": no better, so it goes".to_string(),
+    };
+    format!("layer {put_back} back and layer {take_out} out: τ {tau:.2} after recovery, {tau_before:.2} without the swap{ending}")
+}
+
 /// A loss and its interval.
 fn with_interval(loss: &TauLoss) -> String {
     format!("{:.3} ({:.3} to {:.3})", loss.tau_loss, loss.low, loss.high)
@@ -150,6 +186,7 @@ pub(super) fn pruned_checkpoints(context: &Context<'_>) -> Vec<String> {
     let entries = std::fs::read_dir(context.run.path.join(Stage::Prune.folder())).into_iter().flatten().flatten();
     let mut names: Vec<String> =
         entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.starts_with("layers-")).collect();
-    names.sort_by_key(|name| std::cmp::Reverse(name.trim_start_matches("layers-").parse::<usize>().unwrap_or(0)));
+    let depth = |name: &str| name.split('-').nth(1).and_then(|depth| depth.parse::<usize>().ok()).unwrap_or(0);
+    names.sort_by_key(|name| (std::cmp::Reverse(depth(name)), name.clone()));
     names
 }

@@ -8,9 +8,10 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
+use crate::rules::bad;
 use crate::source::{Place, Source};
 use crate::typed::{self, Field, FromToml, Section, Written};
-use crate::validate::{bad, checked_name};
+use crate::validate::checked_name;
 use crate::{RecipeError, paths};
 
 /// The profiles that ship, each with the name in it.

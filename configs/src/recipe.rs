@@ -144,8 +144,12 @@ pub struct Prune {
     pub remove: Option<usize>,
     /// Never fewer layers than these.
     pub min_layers: usize,
-    /// The fraction of the unpruned drafter's tau that has to stay.
-    pub keep_tau: f64,
+    /// The fraction of the unpruned drafter's tau that has to stay; absent: any.
+    pub keep_tau: Option<f64>,
+    /// What ends it beside `keep_tau` and `min_layers`.
+    pub stop: Stop,
+    /// Whether, at the end, a removed layer is put back and another taken out, and the result kept if its tau is better.
+    pub swap: bool,
     /// Steps of recovery after each removal.
     pub recovery_steps: usize,
     pub learning_rate: f64,
@@ -262,6 +266,16 @@ pub enum Criterion {
     BlockInfluence,
     /// How much the drafter's loss on the responses, as a language model, rises without it.
     LanguageModelLoss,
+}
+
+/// What ends pruning.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stop {
+    /// Too little acceptance length left.
+    Tau,
+    /// The predicted speed of decoding, from tau, hit rate and measured times, stops rising.
+    Speed,
 }
 
 /// Which token a slot of a block predicts: slot j the token at anchor + j, or the next one.

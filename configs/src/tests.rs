@@ -133,7 +133,9 @@ fn defaults_complete_a_minimal_recipe() {
         prune: Prune {
             remove: Some(0),
             min_layers: 1,
-            keep_tau: 0.99,
+            keep_tau: Some(0.99),
+            stop: Stop::Tau,
+            swap: false,
             recovery_steps: 10_000,
             learning_rate: 2e-5 / 5.0,
             ar_weight: 1.0,
@@ -178,6 +180,10 @@ fn defaults_follow_other_values() {
     assert_eq!((recipe.prune.learning_rate, recipe.prune.ar_weight), (1e-3 / 5.0, 0.25));
     assert_eq!(folder.load(&format!("{MINIMAL}[prune]"), &[]).unwrap().prune.remove, None);
     assert_eq!(folder.load(MINIMAL, &["prune.keep_tau=0.9"]).unwrap().prune.remove, None);
+    let keep_tau = |overrides: &[&str]| folder.load(MINIMAL, overrides).unwrap().prune.keep_tau;
+    assert_eq!(keep_tau(&["prune.stop=tau"]), Some(0.99));
+    assert_eq!(keep_tau(&["prune.stop=speed"]), None, "a faster drafter may draft worse");
+    assert_eq!(keep_tau(&["prune.stop=speed", "prune.keep_tau=0.8"]), Some(0.8));
 }
 
 #[test]
@@ -197,7 +203,7 @@ fn every_key_changes_the_recipe() {
         train.weight_decay=0.01 train.beta1=0.8 train.beta2=0.99 train.clip=2 train.chunk_rows=128 train.recompute=false
         train.save_every=20 train.evaluate_every=30 train.evaluate_responses=8 train.keep_last=3
         prune.remove=2 prune.min_layers=4 prune.keep_tau=0.9 prune.recovery_steps=5 prune.learning_rate=1e-3 prune.ar_weight=0
-        prune.margin=1 prune.temperature=2 prune.criterion="block_influence" prune.responses=3 prune.anchors=2
+        prune.margin=1 prune.temperature=2 prune.criterion="block_influence" prune.stop="speed" prune.swap=true prune.responses=3 prune.anchors=2
         evaluate.benchmarks=["gsm8k.jsonl"] evaluate.benchmark_folder="." evaluate.decoders=["lockstep"] evaluate.positions=7 evaluate.candidates=1
         evaluate.fan_out="best_first" evaluate.concurrency=4
         evaluate.limit=8 evaluate.max_new_tokens=64 evaluate.temperature=1 evaluate.top_p=0.5 evaluate.top_k=3

@@ -124,7 +124,7 @@ keys! { Train at "train.", settled by one_batch_size:
     recompute: bool, save_every: usize, evaluate_every: usize, evaluate_responses: usize, keep_last: usize;
 }
 keys! { Prune at "prune.":
-    remove: usize, min_layers: usize, keep_tau: f64, recovery_steps: usize, learning_rate: f64, ar_weight: f64, margin: f64,
+    remove: usize, min_layers: usize, keep_tau: f64, stop: String, swap: bool, recovery_steps: usize, learning_rate: f64, ar_weight: f64, margin: f64,
     temperature: f64, criterion: String, responses: usize, anchors: usize;
 }
 keys! { Evaluate at "evaluate.", settled by no_budget_of_a_rectangle:

@@ -1,15 +1,18 @@
-//! The recipe as typed -> the recipe as validated: defaults, ranges, choices, paths. All rules are here.
+//! The recipe as typed -> the recipe as validated: defaults, ranges, choices, paths. Which rule holds for which field.
 
-use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::benchmarks::{Preset, preset, presets};
+use crate::rules::{
+    any, bad, below_one, checked, choice, chosen, count, fraction, not_negative, optional_count, positive, required,
+    required_count, share, temperature, within,
+};
 use crate::source::{Place, Source};
-use crate::typed::{self, Field, FromToml, Section, Written};
+use crate::typed::{self, Field, Section, Written};
 use crate::{
     AnchorSees, Benchmark, Budget, Criterion, Data, Decoder, Devices, Drafter, DrafterKind, Drafts, Dtype, Evaluate, FanOut,
-    Labels, Objective, PositionWeights, Prune, Recipe, RecipeError, Regenerate, Schedule, Target, Train, hardware, paths,
+    Labels, Objective, PositionWeights, Prune, Recipe, RecipeError, Regenerate, Schedule, Stop, Target, Train, hardware, paths,
 };
 
 /// The lowest temperature above 0: logits over much lower ones are no numbers any more.
@@ -228,11 +231,16 @@ fn train(section: &Section<typed::Train>, block_size: usize, whole_file: &Place)
 
 fn prune(section: &Section<typed::Prune>, train: &Train) -> Result<Prune, RecipeError> {
     let fields = &section.fields;
+    let stop = choice(&fields.stop, Stop::Tau, &[("tau", Stop::Tau), ("speed", Stop::Speed)])?;
+    let keep_tau = share(&fields.keep_tau, 0.99)?;
     Ok(Prune {
         // Without the section nothing is pruned; with it, as much as the other limits allow.
         remove: if section.place.is_none() { Some(0) } else { fields.remove.written.as_ref().map(|remove| remove.value) },
         min_layers: count(&fields.min_layers, 1)?,
-        keep_tau: share(&fields.keep_tau, 0.99)?,
+        // A faster drafter may draft worse, unless it is said how much.
+        keep_tau: (stop == Stop::Tau || fields.keep_tau.written.is_some()).then_some(keep_tau),
+        stop,
+        swap: any(&fields.swap, false),
         recovery_steps: any(&fields.recovery_steps, 10_000),
         learning_rate: positive(&fields.learning_rate, train.learning_rate / 5.0)?,
         ar_weight: not_negative(&fields.ar_weight, train.ar_weight)?,
@@ -407,92 +415,6 @@ fn device(field: &Field<String>) -> Result<String, RecipeError> {
     checked(field, String::from("cpu"), is_device, "must be `cpu` or `cuda:N`")
 }
 
-// Rules that many fields share. Each takes the default that stands when nothing was written.
-
-fn any<T: Clone>(field: &Field<T>, default: T) -> T {
-    field.written.as_ref().map_or(default, |written| written.value.clone())
-}
-
-fn count(field: &Field<usize>, default: usize) -> Result<usize, RecipeError> {
-    checked(field, default, |value| *value >= 1, "must be at least 1")
-}
-
-fn optional_count(field: &Field<usize>) -> Result<Option<usize>, RecipeError> {
-    field.written.as_ref().map(|_| count(field, 1)).transpose()
-}
-
-fn required_count(field: &Field<usize>, section: &Place) -> Result<usize, RecipeError> {
-    within(field, required(field, section)?, |value| *value >= 1, "must be at least 1")
-}
-
-fn positive(field: &Field<f64>, default: f64) -> Result<f64, RecipeError> {
-    checked(field, default, |value| *value > 0.0, "must be greater than 0")
-}
-
-fn not_negative(field: &Field<f64>, default: f64) -> Result<f64, RecipeError> {
-    checked(field, default, |value| *value >= 0.0, "must be at least 0")
-}
-
-fn temperature(field: &Field<f64>) -> Result<f64, RecipeError> {
-    let may_be = |value: &f64| *value == 0.0 || *value >= COLDEST;
-    checked(field, 0.0, may_be, &format!("must be 0, which takes the likeliest token, or at least {COLDEST}"))
-}
-
-fn fraction(field: &Field<f64>, default: f64) -> Result<f64, RecipeError> {
-    checked(field, default, |value| (0.0..=1.0).contains(value), "must be from 0 to 1")
-}
-
-fn share(field: &Field<f64>, default: f64) -> Result<f64, RecipeError> {
-    checked(field, default, |value| *value > 0.0 && *value <= 1.0, "must be greater than 0 and at most 1")
-}
-
-fn below_one(field: &Field<f64>, default: f64) -> Result<f64, RecipeError> {
-    checked(field, default, |value| (0.0..1.0).contains(value), "must be at least 0 and less than 1")
-}
-
-fn choice<T: Copy>(field: &Field<String>, default: T, choices: &[(&str, T)]) -> Result<T, RecipeError> {
-    field.written.as_ref().map_or(Ok(default), |written| chosen(field.key, written, choices))
-}
-
-fn chosen<T: Copy>(key: &str, written: &Written<String>, choices: &[(&str, T)]) -> Result<T, RecipeError> {
-    choices.iter().find(|(name, _)| *name == written.value).map(|(_, value)| *value).ok_or_else(|| {
-        let names: Vec<String> = choices.iter().map(|(name, _)| format!("`{name}`")).collect();
-        bad(key, &written.place, &format!("must be one of {}, not `{}`", names.join(", "), written.value))
-    })
-}
-
-fn checked<T: Clone + Display>(
-    field: &Field<T>,
-    default: T,
-    is_valid: impl Fn(&T) -> bool,
-    must: &str,
-) -> Result<T, RecipeError> {
-    field.written.as_ref().map_or(Ok(default), |written| within(field, written, is_valid, must))
-}
-
-fn within<T: Clone + Display>(
-    field: &Field<T>,
-    written: &Written<T>,
-    is_valid: impl Fn(&T) -> bool,
-    must: &str,
-) -> Result<T, RecipeError> {
-    if is_valid(&written.value) {
-        return Ok(written.value.clone());
-    }
-    Err(bad(field.key, &written.place, &format!("{must}, not `{}`", written.value)))
-}
-
-/// What was written for a key that has no default; `section` is where it is missed.
-fn required<'a, T: FromToml>(field: &'a Field<T>, section: &Place) -> Result<&'a Written<T>, RecipeError> {
-    field.written.as_ref().ok_or_else(|| {
-        let remedy = match field.key.rsplit_once('.') {
-            Some((section, name)) => format!("`{name} = …` under `[{section}]`, {}", T::ONE),
-            None => format!("`{} = …` at the top, {}", field.key, T::ONE),
-        };
-        RecipeError::MissingKey { at: section.clone(), key: field.key.to_string(), remedy }
-    })
-}
-
 fn section_or<'a, T>(section: &'a Section<T>, whole_file: &'a Place) -> &'a Place {
     section.place.as_ref().filter(|place| !place.source.is_override).unwrap_or(whole_file)
 }
@@ -500,8 +422,4 @@ fn section_or<'a, T>(section: &'a Section<T>, whole_file: &'a Place) -> &'a Plac
 fn whole_file(file: &Path) -> Place {
     let source = Source { name: file.display().to_string(), text: String::new(), folder: PathBuf::new(), is_override: false };
     Place::new(&Arc::new(source), None)
-}
-
-pub(crate) fn bad(key: &str, place: &Place, fault: &str) -> RecipeError {
-    RecipeError::BadValue { at: place.clone(), key: key.to_string(), fault: fault.to_string() }
 }

@@ -53,7 +53,7 @@ pub struct Resolved {
 const PACKS: [usize; 9] = [1, 2, 4, 8, 16, 24, 32, 48, 64];
 
 /// Each time is the median of so many, after one that is not counted.
-const RUNS: usize = 5;
+pub(crate) const RUNS: usize = 5;
 
 /// Measures both models at `context` tokens in each of as many texts as `settings` has side by side, and finds the largest number of
 /// continuations within the budget: for `auto` those that are written while the target verifies. A number of blocks stands as it is, and is
@@ -92,47 +92,74 @@ fn measure(
     limit: Option<f64>,
 ) -> Result<Measured, DecodeError> {
     let _no_grad = tch::no_grad_guard();
-    let (texts, block_size) = (settings.concurrency.max(1), drafter.block_size);
-    // What the tokens are makes no difference to the time, nor do keys and values of zero.
-    let ids: Vec<u32> = (0..block_size as u32).map(|slot| slot % drafter.model.config.vocab_size as u32).collect();
     let shares = Shares::take();
-
-    let place = TokenPlace { request: 0, position: 0 };
-    let mut cache = allocate("target", target, texts, context + block_size)?;
-    let work: Vec<(usize, &[u32])> = (0..texts).map(|lane| (lane, ids.as_slice())).collect();
-    let drawn_from = settings.drawn_by().map(|_| vec![vec![1.0; drafter.model.config.vocab_size as usize]; block_size - 1]);
-    let trial = |_| Trial { place, draft: &ids[1..], drawn_from: drawn_from.as_deref() };
-    let trials: Vec<Trial<'_>> = (0..texts).map(trial).collect();
-    let verify_seconds = median_seconds(|| {
-        (0..texts).for_each(|lane| cache.set_length(lane, context));
-        let logits_rv = target_logits(target, &cache, &work, usize::MAX)?;
-        judge(&logits_rv, &settings.sampler, &trials)?;
-        Ok(())
-    })?;
-    drop(cache);
-
+    let verify_seconds = median_seconds(verification(target, drafter, settings, context)?)?;
     torch::set_num_threads(shares.drafter);
     let mut packs = Vec::new();
     for blocks in PACKS {
-        let pack: Vec<Block> = (0..blocks).map(|block| Block { anchor: ids[0], context: 1 + block % block_size }).collect();
-        let work: Vec<LaneWork<'_>> = (0..texts).map(|lane| LaneWork { lane, clean: &ids, blocks: &pack }).collect();
-        let mut cache = torch::guarded("allocating the cache", || drafter.new_cache(texts, context, (1 + blocks) * block_size))?;
-        let firsts = vec![place; texts * blocks];
-        let seconds = median_seconds(|| {
-            (0..texts).for_each(|lane| cache.set_length(lane, context));
-            match settings.drawn_by() {
-                None => drafter.draft(&mut cache, &work, RANKED)?,
-                Some(sampler) => drafter.draft_drawn(&mut cache, &work, RANKED, sampler, &firsts)?,
-            };
-            Ok(())
-        })?;
+        let seconds = median_seconds(pack(drafter, settings, context, blocks)?)?;
         packs.push(PackTime { blocks, seconds });
         if seconds > limit.unwrap_or(verify_seconds) {
             break;
         }
     }
-    let shared_device = target.device().is_cuda() && target.device() == drafter.model.device();
-    Ok(Measured { texts, context, verify_seconds, packs, shared_device })
+    let texts = settings.concurrency.max(1);
+    Ok(Measured { texts, context, verify_seconds, packs, shared_device: share_device(target, drafter) })
+}
+
+/// Whether both models are on one accelerator.
+pub(crate) fn share_device(target: &Transformer, drafter: &Drafter) -> bool {
+    target.device().is_cuda() && target.device() == drafter.model.device()
+}
+
+/// What the tokens are makes no difference to the time, nor do keys and values of zero.
+fn any_block(drafter: &Drafter) -> Vec<u32> {
+    (0..drafter.block_size as u32).map(|slot| slot % drafter.model.config.vocab_size as u32).collect()
+}
+
+const PLACE: TokenPlace = TokenPlace { request: 0, position: 0 };
+
+/// The target's work in a round, to be done again and again: a block of each text behind `context` tokens.
+pub(crate) fn verification<'a>(
+    target: &'a Transformer,
+    drafter: &'a Drafter,
+    settings: &'a Settings,
+    context: usize,
+) -> Result<impl FnMut() -> Result<(), DecodeError> + 'a, DecodeError> {
+    let (texts, ids) = (settings.concurrency.max(1), any_block(drafter));
+    let mut cache = allocate("target", target, texts, context + ids.len())?;
+    let drawn_from = settings.drawn_by().map(|_| vec![vec![1.0; drafter.model.config.vocab_size as usize]; ids.len() - 1]);
+    Ok(move || {
+        let work: Vec<(usize, &[u32])> = (0..texts).map(|lane| (lane, ids.as_slice())).collect();
+        let trial = |_| Trial { place: PLACE, draft: &ids[1..], drawn_from: drawn_from.as_deref() };
+        let trials: Vec<Trial<'_>> = (0..texts).map(trial).collect();
+        (0..texts).for_each(|lane| cache.set_length(lane, context));
+        let logits_rv = target_logits(target, &cache, &work, usize::MAX)?;
+        judge(&logits_rv, &settings.sampler, &trials)?;
+        Ok(())
+    })
+}
+
+/// The drafter's work in a round, to be done again and again: so many continuations of each text. One is what a miss asks for.
+pub(crate) fn pack<'a>(
+    drafter: &'a Drafter,
+    settings: &'a Settings,
+    context: usize,
+    blocks: usize,
+) -> Result<impl FnMut() -> Result<(), DecodeError> + 'a, DecodeError> {
+    let (texts, ids) = (settings.concurrency.max(1), any_block(drafter));
+    let pack: Vec<Block> = (0..blocks).map(|block| Block { anchor: ids[0], context: 1 + block % ids.len() }).collect();
+    let mut cache = torch::guarded("allocating the cache", || drafter.new_cache(texts, context, (1 + blocks) * ids.len()))?;
+    let firsts = vec![PLACE; texts * blocks];
+    Ok(move || {
+        let work: Vec<LaneWork<'_>> = (0..texts).map(|lane| LaneWork { lane, clean: &ids, blocks: &pack }).collect();
+        (0..texts).for_each(|lane| cache.set_length(lane, context));
+        match settings.drawn_by() {
+            None => drafter.draft(&mut cache, &work, RANKED)?,
+            Some(sampler) => drafter.draft_drawn(&mut cache, &work, RANKED, sampler, &firsts)?,
+        };
+        Ok(())
+    })
 }
 
 /// Tokens that a fan-out may ask a slot for.
@@ -140,14 +167,21 @@ const RANKED: usize = 16;
 
 fn median_seconds(mut work: impl FnMut() -> Result<(), DecodeError>) -> Result<f64, DecodeError> {
     work()?;
-    let mut seconds = Vec::with_capacity(RUNS);
-    for _ in 0..RUNS {
-        let start = Instant::now();
-        work()?;
-        seconds.push(start.elapsed().as_secs_f64());
-    }
+    let seconds: Result<Vec<f64>, DecodeError> = (0..RUNS).map(|_| seconds(&mut work)).collect();
+    Ok(median(seconds?))
+}
+
+/// What one run of it takes.
+pub(crate) fn seconds(work: &mut impl FnMut() -> Result<(), DecodeError>) -> Result<f64, DecodeError> {
+    let start = Instant::now();
+    work()?;
+    Ok(start.elapsed().as_secs_f64())
+}
+
+/// The one in the middle; of an even number the later one.
+pub(crate) fn median(mut seconds: Vec<f64>) -> f64 {
     seconds.sort_by(f64::total_cmp);
-    Ok(seconds[RUNS / 2])
+    seconds.get(seconds.len() / 2).copied().unwrap_or(0.0)
 }
 
 /// The largest number of blocks that takes no longer than `limit` seconds, between the sizes measured by a straight line; never more than

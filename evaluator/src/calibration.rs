@@ -12,7 +12,7 @@ use tch::{Kind, Tensor};
 
 use crate::decode::DecodeError;
 use crate::drafter::{Drafter, LaneWork};
-use crate::fan_out::UNKNOWN_DRAFTER;
+use crate::fan_out::{FanOut, UNKNOWN_DRAFTER};
 use crate::replay::MOST_LOGIT_ROWS;
 use crate::rounds::ratio;
 use crate::walking::{Place, Walk, judge, walk};
@@ -48,6 +48,34 @@ const TRIED: usize = 11;
 
 fn tried(index: usize) -> f64 {
     2_f64.powf(index as f64 / 2.0 - 2.0)
+}
+
+/// Held-out responses that a drafter is calibrated on, and as many others that hit rates are counted on.
+const RESPONSES: usize = 24;
+
+/// Rounds that either of them takes at most: a few hundred say all there is to say, and the time stays small beside decoding.
+pub const MOST_ROUNDS: usize = 512;
+
+/// Held-out responses to calibrate on and others to count hits on, dealt out by turns so that neither is judged by the other's; a single one
+/// serves both.
+pub fn deal(held_out: &[Example]) -> (Vec<Example>, Vec<Example>) {
+    let of_turn = |turn: usize| held_out.iter().skip(turn).step_by(2).take(RESPONSES).cloned().collect();
+    if held_out.len() == 1 { (held_out.to_vec(), held_out.to_vec()) } else { (of_turn(0), of_turn(1)) }
+}
+
+/// The fan-out that a recipe asks for, with so many blocks where it is not a rectangle.
+pub fn fan_out(evaluate: &configs::Evaluate, blocks: usize, calibration: Option<&Calibration>) -> FanOut {
+    match evaluate.fan_out {
+        configs::FanOut::Rectangle => FanOut::Rectangle { positions: evaluate.positions, candidates: evaluate.candidates },
+        configs::FanOut::BestFirst => FanOut::BestFirst { blocks },
+        configs::FanOut::Geometric => geometric(blocks, calibration),
+    }
+}
+
+/// The geometric fan-out by what is known of a drafter.
+pub fn geometric(blocks: usize, calibration: Option<&Calibration>) -> FanOut {
+    let (acceptance, rank_exponent) = calibration.map_or(UNKNOWN_DRAFTER, |it| (it.acceptance, it.rank_exponent));
+    FanOut::Geometric { blocks, acceptance, rank_exponent }
 }
 
 /// Calibrates a drafter on known responses, walked as replay does until there were `most_blocks`. `None` when they hold no round.

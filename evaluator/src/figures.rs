@@ -3,13 +3,15 @@
 
 mod by_benchmark;
 mod charts;
+mod pruning;
 
 use std::collections::BTreeMap;
 
 use serde_json::Value;
 
 pub(crate) use self::by_benchmark::by_benchmark;
-use self::charts::{Bar, BarChart, LineChart, RowBar, RowChart, Series, Span, Timeline};
+use self::charts::{LineChart, RowBar, RowChart, Series, Span, Timeline};
+pub(crate) use self::pruning::{REMOVALS, layers, removals, swap};
 use crate::report::TimelineRound;
 use crate::svg::{escape, is_drawable, short};
 use crate::table::{benchmark_names, checkpoint_name, measured, number, percent};
@@ -197,83 +199,6 @@ fn curve(metrics: &[Value], stage: &str, key: &str) -> Vec<(f64, f64)> {
         }
     }
     points.into_iter().map(|(step, value)| (step as f64, value)).collect()
-}
-
-/// τ loss of every layer, one figure for each depth that was searched, deepest first.
-pub(crate) fn tau_losses(ledger: &[Value]) -> Vec<String> {
-    let mut depths: BTreeMap<u64, BTreeMap<u64, &Value>> = BTreeMap::new();
-    for line in events(ledger, "tau_loss") {
-        if let (Some(depth), Some(layer)) = (line["depth"].as_u64(), line["layer"].as_u64().filter(|layer| *layer < 1000)) {
-            depths.entry(depth).or_default().insert(layer, line);
-        }
-    }
-    depths.iter().rev().map(|(depth, layers)| tau_loss(ledger, *depth, layers)).collect()
-}
-
-fn tau_loss(ledger: &[Value], depth: u64, layers: &BTreeMap<u64, &Value>) -> String {
-    // A removal is recorded with the depth it leaves behind.
-    let removal = events(ledger, "removed").find(|line| line["depth"].as_u64().map(|left| left + 1) == Some(depth));
-    let removed = removal.and_then(|line| line["layer"].as_u64());
-    let mut bars = Vec::new();
-    for (layer, line) in layers {
-        let Some(value) = number(line, "tau_loss") else { continue };
-        let interval = number(line, "low").zip(number(line, "high"));
-        let spread = interval.map_or_else(String::new, |(low, high)| format!(", interval {} to {}", short(low), short(high)));
-        let blocks = number(line, "blocks").map_or_else(String::new, |blocks| format!(", {blocks} blocks"));
-        bars.push(Bar {
-            position: *layer as usize,
-            value,
-            interval,
-            highlighted: removed == Some(*layer),
-            hover: format!("layer {layer}: τ loss {}{spread}{blocks}", short(value)),
-        });
-    }
-    if bars.is_empty() {
-        return String::new();
-    }
-    let title = match bars.iter().find(|bar| bar.highlighted) {
-        Some(bar) => {
-            let sign = if bar.value < 0.0 { "+" } else { "" };
-            format!("Of {depth} layers, layer {} was removed: without it τ changes by {sign}{}", bar.position, short(-bar.value))
-        }
-        None => format!("What removing each of {depth} layers would cost"),
-    };
-    let chart = BarChart {
-        label: title.clone(),
-        x_label: format!("layer of the drafter of {depth} layers"),
-        y_label: "τ loss, tokens a round".to_owned(),
-        plain_name: "kept".to_owned(),
-        highlighted_name: "removed".to_owned(),
-        bars,
-    };
-    figure(&title, "τ with all layers less τ without this one; whiskers: its interval.", |width| {
-        charts::bar_chart(&chart, width)
-    })
-}
-
-/// The removals as rows of (layers left, layer removed, τ before, τ after, steps of recovery, τ recovered).
-pub(crate) fn removals(ledger: &[Value]) -> Vec<[String; 6]> {
-    events(ledger, "removed")
-        .map(|line| {
-            let recovered = events(ledger, "recovered").filter(|other| other["depth"] == line["depth"]).last();
-            let recovered = recovered.unwrap_or(&Value::Null);
-            let layer = line.get("original_layer").map_or("layer", |_| "original_layer");
-            let whole = |value: &Value, key| number(value, key).map_or("–".to_owned(), |number| format!("{number:.0}"));
-            let tau = |value: &Value, key| number(value, key).map_or("–".to_owned(), |number| format!("{number:.3}"));
-            [
-                whole(line, "depth"),
-                whole(line, layer),
-                tau(line, "tau_before"),
-                tau(line, "tau_after"),
-                whole(recovered, "steps"),
-                tau(recovered, "tau"),
-            ]
-        })
-        .collect()
-}
-
-fn events<'a>(ledger: &'a [Value], event: &'a str) -> impl Iterator<Item = &'a Value> {
-    ledger.iter().filter(move |line| line["event"].as_str() == Some(event))
 }
 
 /// Why rounds of the asynchronous decoder had no continuation ready, by cause, for every checkpoint.

@@ -3,7 +3,8 @@
 //! The verification rules ([`verification`]), the outcomes drafted ahead ([`fan_out`]) and the accounting ([`rounds`]) are plain Rust
 //! on slices. [`drafter`] is the one forward through which everything drafts, and `drafting` what a decoder's drafter keeps between
 //! rounds. [`decode`] is the one loop through which everything decodes; [`asynchronous`] puts the drafter on a second thread. [`replay`]
-//! gives τ and hit rates without the target; [`calibration`] and [`budget`] say which outcomes are likely and how many there is time for.
+//! gives τ and hit rates without the target; [`calibration`] and [`budget`] say which outcomes are likely and how many there is time for,
+//! and [`round_times`] how fast decoding would be with each of several depths.
 //! [`benchmark`] runs it all and [`score`] writes it down; [`simulated`] times it for other hardware; [`report`] shows it, and
 //! [`comparison`] sets scores side by side.
 
@@ -26,6 +27,7 @@ mod judging;
 pub mod replay;
 pub mod report;
 mod room;
+pub mod round_times;
 pub mod rounds;
 pub mod sampling;
 pub mod score;

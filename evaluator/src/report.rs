@@ -71,7 +71,7 @@ pub fn html(input: &ReportInput) -> String {
     body += &section("Hit rate over blocks", &hit_rates, "The scores hold no hit rates on held-out responses.");
     body += &section("Loss over steps", &figures::losses(&input.metrics), "The run's metrics hold no loss.");
     body += &section("Replay τ over steps", &figures::replay_tau(&input.metrics), "The run's metrics hold no replay τ.");
-    body += &section("τ loss by layer", &pruning(&input.ledger), "The pruner's ledger holds no measured layer.");
+    body += &section("What each layer is worth", &pruning(&input.ledger), "The pruner's ledger holds no measured layer.");
     let misses = figures::misses(&input.scores).unwrap_or_default();
     body += &section("Misses by cause", &misses, "The scores hold no misses of the asynchronous decoder.");
     let timeline = figures::timeline(&input.timeline).unwrap_or_default();
@@ -111,7 +111,7 @@ fn score_table(scores: &[Value], chosen: Option<usize>) -> String {
 }
 
 fn pruning(ledger: &[Value]) -> String {
-    let mut figures = figures::tau_losses(ledger).into_iter().filter(|figure| !figure.is_empty());
+    let mut figures = figures::layers(ledger).into_iter().filter(|figure| !figure.is_empty());
     let mut body = figures.next().unwrap_or_default();
     let others: Vec<String> = figures.collect();
     if !others.is_empty() {
@@ -120,17 +120,22 @@ fn pruning(ledger: &[Value]) -> String {
     }
     let removals = figures::removals(ledger);
     if !removals.is_empty() {
-        let titles = ["layers left", "layer removed", "τ before", "τ after", "steps of recovery", "τ recovered"];
-        let heads: String = titles.iter().map(|title| format!("<th class=\"number\">{title}</th>")).collect();
-        let row = |cells: &[String; 6]| {
-            let cells: String = cells.iter().map(|cell| format!("<td class=\"number\">{}</td>", escape(cell))).collect();
-            format!("<tr>{cells}</tr>\n")
+        let by_speed = ledger.iter().any(|line| line["event"] == "predicted");
+        let columns = figures::REMOVALS.len() - usize::from(!by_speed);
+        let heads: String =
+            figures::REMOVALS[..columns].iter().map(|title| format!("<th class=\"number\">{title}</th>")).collect();
+        let row = |cells: &[String; figures::REMOVALS.len()]| {
+            let cell = |cell: &String| format!("<td class=\"number\">{}</td>", escape(cell));
+            format!("<tr>{}</tr>\n", cells[..columns].iter().map(cell).collect::<String>())
         };
         let rows: String = removals.iter().map(row).collect();
         body += &format!(
             "<div class=\"scroll\"><table>\n<thead>\n<tr>{heads}</tr>\n</thead>\n<tbody>\n{rows}</tbody>\n</table></div>\n\
              <p class=\"quiet\">The layer removed is numbered as in the drafter before any removal.</p>\n"
         );
+    }
+    if let Some(swap) = figures::swap(ledger) {
+        body += &format!("<p>{}</p>\n", escape(&swap));
     }
     body
 }
@@ -222,7 +227,7 @@ mod tests {
             "Hit rate over blocks",
             "Loss over steps",
             "Replay τ over steps",
-            "τ loss by layer",
+            "What each layer is worth",
             "Misses by cause",
             "Timeline",
             "Resolved recipe",
@@ -231,6 +236,31 @@ mod tests {
         assert_eq!(titles, expected);
         assert_eq!(html.matches("<svg").count(), html.matches("role=\"img\" aria-label=").count());
         assert!(!html.contains("<script") && !html.contains("src=") && !html.contains("href="));
+    }
+
+    #[test]
+    fn pruning_by_another_criterion_by_speed_and_with_a_swap_is_shown() {
+        let mut input = full("run");
+        assert!(!html(&input).contains("tokens/s predicted"));
+        let weighed =
+            |scores: [f64; 3], rows: usize| json!({"event": "weighed", "depth": 3, "part": {"scores": scores, "rows": rows}});
+        input.ledger = vec![
+            json!({"event": "begun", "criterion": "block_influence"}),
+            weighed([0.3, 0.1, 0.2], 30),
+            weighed([0.3, 0.3, 0.2], 10),
+            json!({"event": "removed", "depth": 2, "layer": 1, "original_layer": 1, "tau_before": 2.0, "tau_after": 1.9}),
+            json!({"event": "predicted", "depth": 2, "tau": 1.95, "hit_rate": 0.5, "tokens_per_second": 123.46}),
+            json!({"event": "recovered", "depth": 2, "steps": 12, "tau": 1.95}),
+            json!({"event": "swapped", "put_back": 1, "take_out": 0, "depth": 2, "tau_before": 1.95, "tau": 1.96, "kept": true}),
+        ];
+        let html = html(&input);
+        check_well_formed(&html);
+        assert!(html.contains("Of 3 layers, layer 1 was removed: 1 less the cosine of input and output, 0.15"), "{html}");
+        assert!(
+            html.contains("<th class=\"number\">tokens/s predicted</th>") && html.contains("<td class=\"number\">123.5</td>")
+        );
+        let swap = "put layer 1 back and took layer 0 out: τ 1.960 after recovery, 1.950 without it; it was kept";
+        assert!(html.contains(swap), "{html}");
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use configs::Criterion;
+use evaluator::round_times::RoundTimes;
 use serde::{Deserialize, Serialize};
 
 use crate::criteria::Weighed;
@@ -48,9 +49,49 @@ pub enum Event {
         tau: f64,
         /// The unpruned drafter's.
         tau_unpruned: f64,
-        /// Whether `tau` is at least `keep_tau` of it.
+        /// Whether that is enough to go on from.
         kept: bool,
     },
+    /// What the rounds of decoding take with drafters of several depths, where pruning stops by speed. The last such line counts.
+    Timed(RoundTimes),
+    /// How fast decoding would be with a drafter, by these times.
+    Predicted(Predicted),
+    /// What can best be taken out of the pruned drafter with one removed layer back.
+    SwapMeasured(Swap),
+    /// What the best of them gave after recovery.
+    Swapped(Swapped),
+}
+
+/// The predicted speed of a drafter of `depth` layers.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Predicted {
+    pub depth: usize,
+    /// Replay τ, pooled, of the held-out responses, and the share of their rounds whose draft would be ready.
+    pub tau: f64,
+    pub hit_rate: f64,
+    pub tokens_per_second: f64,
+}
+
+/// One removed layer back and another out, both numbered as in the unpruned drafter.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Swap {
+    pub put_back: usize,
+    pub take_out: usize,
+    /// Mean tokens committed per held-out block, before any recovery.
+    pub tau: f64,
+}
+
+/// A swap and what it was good for.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Swapped {
+    pub put_back: usize,
+    pub take_out: usize,
+    pub depth: usize,
+    /// Replay τ, pooled, of the held-out responses: of the drafter without the swap, and with it after its recovery.
+    pub tau_before: f64,
+    pub tau: f64,
+    /// Whether the swapped drafter was kept beside the other.
+    pub kept: bool,
 }
 
 /// What a ledger belongs to: with anything of it changed, its measurements say nothing.
@@ -207,6 +248,34 @@ impl Ledger {
             Event::Recovered { depth: found, tau, kept, .. } if *found == depth => Some((*tau, *kept)),
             _ => None,
         })
+    }
+}
+
+impl Ledger {
+    /// The times that speeds are predicted from.
+    pub fn times(&self) -> Option<&RoundTimes> {
+        self.events.iter().rev().find_map(|event| if let Event::Timed(times) = event { Some(times) } else { None })
+    }
+
+    /// The predicted speed of a drafter of `depth` layers.
+    pub fn predicted(&self, depth: usize) -> Option<Predicted> {
+        self.events.iter().find_map(|event| match event {
+            Event::Predicted(predicted) if predicted.depth == depth => Some(*predicted),
+            _ => None,
+        })
+    }
+
+    /// The swaps measured.
+    pub fn swaps(&self) -> Vec<Swap> {
+        self.events
+            .iter()
+            .filter_map(|event| if let Event::SwapMeasured(swap) = event { Some(swap.clone()) } else { None })
+            .collect()
+    }
+
+    /// What the best of them gave.
+    pub fn swapped(&self) -> Option<&Swapped> {
+        self.events.iter().find_map(|event| if let Event::Swapped(swapped) = event { Some(swapped) } else { None })
     }
 }
 

@@ -1,7 +1,6 @@
 //! The pruning stage: measure, remove, recover, repeat, always distilling from the unpruned drafter (ALGORITHMS: D3D's pruning with
 //! recovery distillation).
 
-use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -14,17 +13,17 @@ use model::Transformer;
 use model::checkpoint::{self, CheckpointError, DrafterFile, TextFiles};
 use tch::{Device, Kind};
 use torch::TorchError;
-use torch::group::Group;
-use trainer::backward::Objective;
 use trainer::metrics::MetricSink;
 use trainer::objective::Distillation;
-use trainer::saving::{Output, step_name};
-use trainer::training::{Ending, Plan, TrainError, Training, drafter_of, train};
-use trainer::watching::{StepReport, Watch};
+use trainer::training::{Ending, Plan, TrainError, drafter_of};
+use trainer::watching::StepReport;
 
 use crate::choosing::{Choice, REPLAY_LANES, choose};
-use crate::ledger::{Begun, Event, Ledger, TauLoss};
+use crate::ledger::{Begun, Event, Ledger, Predicted, Swap, Swapped, TauLoss};
+use crate::recovery::{Recovery, clear, recover};
 use crate::search::{Blocks, Cost};
+use crate::speed::SpeedModel;
+use crate::swapping::{Pruned, swap};
 
 /// What decides which layers go and when it ends.
 #[derive(Debug, Clone)]
@@ -34,6 +33,10 @@ pub struct Settings {
     pub min_layers: usize,
     /// Share of the unpruned drafter's τ below which pruning ends.
     pub keep_tau: f64,
+    /// Where it ends as well when the predicted speed no longer rises.
+    pub speed: Option<SpeedModel>,
+    /// Whether one removed layer is put back in the end and another taken out, if that is better.
+    pub swap: bool,
     /// What tells which layer goes.
     pub criterion: Criterion,
     /// Blocks drawn from each held-out response for the search.
@@ -93,9 +96,20 @@ pub enum Progress<'a> {
         depth: usize,
         tau: f64,
         tau_unpruned: f64,
-        kept: bool,
+        /// Whether `tau` is enough.
+        keeps_tau: bool,
     },
+    /// The speed with a drafter, and with the one of a layer more.
+    Predicted {
+        predicted: Predicted,
+        before: Option<Predicted>,
+    },
+    SwapMeasured(&'a Swap),
+    Swapped(&'a Swapped),
 }
+
+/// τ of a drafter by replay of the held-out responses, pooled.
+pub(crate) type Tau<'a> = dyn Fn(&Transformer) -> Result<f64, DecodeError> + 'a;
 
 /// Why pruning cannot go on.
 #[derive(Debug, thiserror::Error)]
@@ -186,26 +200,16 @@ pub fn prune(
         return Err(PruneError::NoHoldout);
     }
     let path = context.folder.join("ledger.jsonl");
-    let write = |path: &Path| {
-        let path = path.to_path_buf();
-        move |source| PruneError::Write { path, source }
-    };
-    let mut ledger = Ledger::open(&path).map_err(write(&path))?;
-    let begun = begun(context, settings);
-    match ledger.begun() {
-        Some(found) if *found == begun => {}
-        None if ledger.events.is_empty() => ledger.push(Event::Begun(begun)).map_err(write(&path))?,
-        found => {
-            let differences = found.map_or("it does not say of which, as older versions wrote it".to_string(), |found| {
-                format!("other there than now: {}", found.differences(&begun))
-            });
-            return Err(PruneError::OtherLedger { path, differences });
-        }
+    let mut ledger = open_ledger(&path, begun(context, settings))?;
+    let speed = settings.speed.as_ref();
+    if let Some(model) = speed.filter(|model| ledger.times() != Some(&model.times)) {
+        ledger.push(Event::Timed(model.times.clone())).map_err(cannot_write(&path))?;
     }
     let shape = settings.recovery.packing.shape;
     let tau_of =
         |model: &Transformer| replay(&drafter_of(model, shape), context.held_out, REPLAY_LANES).map(|replay| replay.tau_pooled);
     let tau_unpruned = tau_of(context.teacher)?;
+    let mut speed_current = predict(context, settings, (context.teacher, tau_unpruned), None, &mut ledger, progress)?;
     // The loss of a language model knows of no blocks.
     let anchors = if settings.criterion == Criterion::LanguageModelLoss { 0 } else { settings.anchors };
     let blocks = Blocks::draw(context.held_out, shape, anchors, settings.recovery.packing.seed);
@@ -214,6 +218,7 @@ pub fn prune(
     let (mut file, mut parent) = (context.drafter.clone(), context.parent.to_string());
     let mut alive: Vec<usize> = (0..unpruned).collect();
     let mut removed = Vec::new();
+    let mut pruned = None;
     for depth in (unpruned - settings.remove..unpruned).rev() {
         let original_layer = match ledger.removed(depth) {
             Some(original_layer) => original_layer,
@@ -224,7 +229,7 @@ pub fn prune(
                 let (tau_before, tau_after) = (tau_current, tau_of(&current.with_layers(&kept))?);
                 let original_layer = alive[layer];
                 let event = Event::Removed { depth, layer, original_layer, tau_before, tau_after };
-                ledger.push(event).map_err(write(&path))?;
+                ledger.push(event).map_err(cannot_write(&path))?;
                 progress(Progress::Removed { original_layer, depth, tau_before, tau_after });
                 original_layer
             }
@@ -232,82 +237,91 @@ pub fn prune(
         let kept: Vec<usize> = (0..alive.len()).filter(|&index| alive[index] != original_layer).collect();
         alive.retain(|&layer| layer != original_layer);
         removed.push(original_layer);
-        let folder = context.folder.join(layers_name(depth));
+        let (folder, name) = (context.folder.join(layers_name(depth)), recovery_name(depth));
         // The folder appears whole, by a rename at the end of its recovery.
         if !folder.exists() {
             let start = current.with_layers(&kept);
             let drafter = DrafterFile { removed_layers: removed.clone(), parent: Some(parent), layers: depth, ..file };
-            let ending = recover(context, settings, &start, drafter, &folder, sink, progress, stop)?;
+            let recovery = Recovery { start: &start, drafter, name: name.clone(), folder: &folder };
+            let ending = recover(context, settings, recovery, sink, progress, stop)?;
             if let Ending::Stopped { .. } = ending {
                 return Ok(ending);
             }
         }
-        // What the recovery needed goes last, so that a kill before this line leaves only something to remove.
-        let work = context.folder.join(recovery_name(depth));
-        if work.exists() {
-            fs::remove_dir_all(&work).map_err(write(&work))?;
-        }
+        clear(context, &name)?;
         (current, file) = checkpoint::load(&folder, context.teacher.kind(), context.teacher.device())?;
         parent = layers_name(depth);
         let (tau, kept) = match ledger.recovered(depth) {
             Some(known) => known,
             None => {
                 let tau = tau_of(&current)?;
-                let kept = tau >= settings.keep_tau * tau_unpruned;
+                let keeps_tau = tau >= settings.keep_tau * tau_unpruned;
+                progress(Progress::Recovered { depth, tau, tau_unpruned, keeps_tau });
+                let before = speed_current;
+                speed_current = predict(context, settings, (&current, tau), before, &mut ledger, progress)?;
+                let rises =
+                    speed_current.zip(before).is_none_or(|(now, before)| now.tokens_per_second > before.tokens_per_second);
+                let kept = keeps_tau && rises;
                 let event = Event::Recovered { depth, steps: settings.recovery.steps, tau, tau_unpruned, kept };
-                ledger.push(event).map_err(write(&path))?;
-                progress(Progress::Recovered { depth, tau, tau_unpruned, kept });
+                ledger.push(event).map_err(cannot_write(&path))?;
                 (tau, kept)
             }
         };
-        tau_current = tau;
+        (tau_current, speed_current) = (tau, ledger.predicted(depth));
         if !kept {
             break;
         }
+        pruned = Some((depth, tau));
     }
-    Ok(Ending::Done)
+    match pruned {
+        Some((depth, tau)) if settings.swap => {
+            let folder = context.folder.join(layers_name(depth));
+            let (model, file) = checkpoint::load(&folder, context.teacher.kind(), context.teacher.device())?;
+            swap(context, settings, &Pruned { model, file, tau }, &tau_of, &mut ledger, sink, progress, stop)
+        }
+        _ => Ok(Ending::Done),
+    }
 }
 
-/// Trains the shallower drafter against the unpruned one and saves it as `folder`.
-#[allow(clippy::too_many_arguments)]
-fn recover(
-    context: &Context<'_>,
-    settings: &Settings,
-    start: &Transformer,
-    drafter: DrafterFile,
-    folder: &Path,
-    sink: &mut dyn MetricSink,
-    progress: &mut dyn FnMut(Progress<'_>),
-    stop: &AtomicBool,
-) -> Result<Ending, PruneError> {
-    let work = context.folder.join(recovery_name(drafter.layers));
-    checkpoint::remove_partial(&work)?;
-    fs::create_dir_all(&work).map_err(|source| PruneError::Write { path: work.clone(), source })?;
-    let plan = Plan { stage: recovery_name(drafter.layers), ..settings.recovery.clone() };
-    let output = Output { folder: &work, drafter: drafter.clone(), files: context.files };
-    let group = Group::alone();
-    let training = Training {
-        start: start.shallow_clone(),
-        device: start.device(),
-        examples: context.examples,
-        ids: context.ids,
-        held_out: &[],
-        objective: Objective::Unpruned { teacher: context.teacher, how: settings.distillation },
-        output,
-        group: &group,
-    };
-    let mut report = |step: &StepReport| progress(Progress::Recovering(step));
-    let mut watch = Watch { sink: Some(sink), report: &mut report, score_every: None, score: None };
-    let ending = train(training, &plan, &mut watch, stop)?;
-    if ending == Ending::Done {
-        let last = if plan.steps == 0 { None } else { Some(work.join(step_name(plan.steps))) };
-        match last {
-            Some(last) => {
-                let (model, file) = checkpoint::load(&last, plan.kind, context.teacher.device())?;
-                checkpoint::save(folder, &model, &file, context.files, plan.kind)?;
-            }
-            None => checkpoint::save(folder, start, &drafter, context.files, plan.kind)?,
+/// Opens the ledger of this pruning, or begins it.
+fn open_ledger(path: &Path, begun: Begun) -> Result<Ledger, PruneError> {
+    let mut ledger = Ledger::open(path).map_err(cannot_write(path))?;
+    match ledger.begun() {
+        Some(found) if *found == begun => {}
+        None if ledger.events.is_empty() => ledger.push(Event::Begun(begun)).map_err(cannot_write(path))?,
+        found => {
+            let differences = found.map_or("it does not say of which, as older versions wrote it".to_string(), |found| {
+                format!("other there than now: {}", found.differences(&begun))
+            });
+            return Err(PruneError::OtherLedger { path: path.to_path_buf(), differences });
         }
     }
-    Ok(ending)
+    Ok(ledger)
+}
+
+/// The speed with a drafter of this τ, where pruning stops by it; what the ledger knows is not measured again.
+fn predict(
+    context: &Context<'_>,
+    settings: &Settings,
+    (model, tau): (&Transformer, f64),
+    before: Option<Predicted>,
+    ledger: &mut Ledger,
+    progress: &mut dyn FnMut(Progress<'_>),
+) -> Result<Option<Predicted>, PruneError> {
+    let Some(speed) = &settings.speed else { return Ok(None) };
+    if let Some(known) = ledger.predicted(model.layers.len()) {
+        return Ok(Some(known));
+    }
+    let predicted = speed.predict(drafter_of(model, settings.recovery.packing.shape), tau, context.held_out)?;
+    if let Some(predicted) = predicted {
+        ledger.push(Event::Predicted(predicted)).map_err(|source| ledger.cannot_write(source))?;
+        progress(Progress::Predicted { predicted, before });
+    }
+    Ok(predicted)
+}
+
+/// What to say when a file cannot be written.
+pub(crate) fn cannot_write(path: &Path) -> impl FnOnce(io::Error) -> PruneError + use<> {
+    let path = path.to_path_buf();
+    move |source| PruneError::Write { path, source }
 }

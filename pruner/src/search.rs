@@ -70,12 +70,19 @@ pub struct Part {
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Counted {
     parts: Vec<Part>,
+    /// A layer that is no candidate.
+    spared: Option<usize>,
 }
 
 impl Counted {
     /// What an earlier start counted, part by part.
     pub fn new(parts: Vec<Part>) -> Self {
-        Self { parts }
+        Self { parts, spared: None }
+    }
+
+    /// Nothing yet, in a search in which one layer is no candidate.
+    pub fn sparing(layer: Option<usize>) -> Self {
+        Self { parts: Vec::new(), spared: layer }
     }
 
     /// Parts that are known; a part is one batch of responses.
@@ -99,7 +106,7 @@ impl Counted {
 
     /// The candidates that the next part is for. Nothing but the counts decides, so a start that goes on here decides alike.
     pub fn running(&self, depth: usize, seed: u64) -> Vec<usize> {
-        let Some(last) = self.parts.last() else { return (0..depth).collect() };
+        let Some(last) = self.parts.last() else { return self.candidates(depth).collect() };
         let running: Vec<usize> = last.without.iter().map(|(layer, _)| *layer).collect();
         if !self.parts.len().is_power_of_two() {
             return running;
@@ -124,7 +131,11 @@ impl Counted {
             let without = self.without(layer);
             tau_loss(depth, layer, &with[..without.len()], &without, seed)
         };
-        (0..depth).map(loss).collect()
+        self.candidates(depth).map(loss).collect()
+    }
+
+    fn candidates(&self, depth: usize) -> impl Iterator<Item = usize> {
+        (0..depth).filter(|&layer| Some(layer) != self.spared)
     }
 }
 

@@ -7,6 +7,7 @@ mod compare;
 mod generate;
 mod interrupt;
 mod launch;
+mod pruning;
 mod ranks;
 mod soak;
 mod tiny;

@@ -112,9 +112,19 @@ fn soak_two_ranks_killed_at_fifty_moments_end_as_left_alone() {
     killed_fifty_times_equals_left_alone(2);
 }
 
-/// Two removals with recoveries that save often.
-const PRUNING: [&str; 8] =
-    ["--set", "prune.remove=2", "--set", "prune.recovery_steps=100", "--set", "train.save_every=4", "--set", "prune.anchors=60"];
+/// Two removals and a swap, with recoveries that save often.
+const PRUNING: [&str; 10] = [
+    "--set",
+    "prune.remove=2",
+    "--set",
+    "prune.recovery_steps=100",
+    "--set",
+    "train.save_every=4",
+    "--set",
+    "prune.anchors=60",
+    "--set",
+    "prune.swap=true",
+];
 
 #[test]
 #[ignore = "takes minutes: make soak"]
@@ -153,4 +163,7 @@ fn soak_pruning_killed_at_twenty_moments_ends_as_left_alone() {
         let [one, other] = [&alone, &killed].map(|folder| fs::read(folder.path().join("runs/tiny/prune").join(file)).unwrap());
         assert!(one == other, "{file} differs");
     }
+    let swapped = "layers-02-swapped/model.safetensors";
+    let [one, other] = [&alone, &killed].map(|folder| fs::read(folder.path().join("runs/tiny/prune").join(swapped)).ok());
+    assert!(one == other, "{swapped} differs");
 }

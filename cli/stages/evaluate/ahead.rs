@@ -11,7 +11,7 @@ use configs::{Budget, Decoder, Labels};
 use data::supervision::Example;
 use evaluator::benchmark::Benchmark;
 use evaluator::budget::{Resolved, resolve};
-use evaluator::calibration::{Calibration, calibrate};
+use evaluator::calibration::{Calibration, MOST_ROUNDS, calibrate, deal, fan_out, geometric};
 use evaluator::fan_out::{FanOut, UNKNOWN_DRAFTER};
 use evaluator::replay::hit_rates;
 use evaluator::score::HitRateAt;
@@ -20,12 +20,6 @@ use model::Transformer;
 
 use crate::stages::Context;
 use crate::stages::train::responses;
-
-/// Held-out responses that a drafter is calibrated on, and as many others that hit rates are counted on.
-const RESPONSES: usize = 24;
-
-/// Rounds that either of them takes at most: a few hundred say all there is to say, and the time stays small beside decoding.
-const MOST_ROUNDS: usize = 512;
 
 /// Sizes at which fan-outs are compared: packs of 4, 8, 16, 25 and 32 with the block under verification.
 const COMPARED_BLOCKS: [usize; 5] = [3, 7, 15, 24, 31];
@@ -96,13 +90,10 @@ impl Ahead {
         Ok(Found { fan_out, budget, calibration, hit_rate_by_blocks })
     }
 
-    /// The run's held-out responses, dealt out to two uses by turns so that neither is judged by the other's; a single one serves both.
+    /// The run's held-out responses: those to calibrate on, and those to count hits on.
     fn held_out(&self, context: &Context<'_>) -> anyhow::Result<(&[Example], &[Example])> {
         if self.held_out.get().is_none() {
-            let all = responses(context)?.held_out;
-            let of_turn = |turn: usize| all.iter().skip(turn).step_by(2).take(RESPONSES).cloned().collect();
-            let both = if all.len() == 1 { (all.clone(), all.clone()) } else { (of_turn(0), of_turn(1)) };
-            let _ = self.held_out.set(both);
+            let _ = self.held_out.set(deal(&responses(context)?.held_out));
         }
         Ok(self.held_out.get().map_or((&[], &[]), |(one, other)| (one, other)))
     }
@@ -145,20 +136,6 @@ fn blocks_of(budget: Budget) -> Option<usize> {
         Budget::Blocks(blocks) => Some(blocks),
         Budget::Auto | Budget::Milliseconds(_) => None,
     }
-}
-
-/// The fan-out that a recipe asks for, with so many blocks where it is not a rectangle.
-fn fan_out(evaluate: &configs::Evaluate, blocks: usize, calibration: Option<&Calibration>) -> FanOut {
-    match evaluate.fan_out {
-        configs::FanOut::Rectangle => FanOut::Rectangle { positions: evaluate.positions, candidates: evaluate.candidates },
-        configs::FanOut::BestFirst => FanOut::BestFirst { blocks },
-        configs::FanOut::Geometric => geometric(blocks, calibration),
-    }
-}
-
-fn geometric(blocks: usize, calibration: Option<&Calibration>) -> FanOut {
-    let (acceptance, rank_exponent) = calibration.map_or(UNKNOWN_DRAFTER, |it| (it.acceptance, it.rank_exponent));
-    FanOut::Geometric { blocks, acceptance, rank_exponent }
 }
 
 /// The hit rates of all fan-outs at sizes from small to published.

@@ -5,6 +5,7 @@ use data::supervision::Example;
 use evaluator::budget::resolve;
 use evaluator::calibration::calibrate;
 use evaluator::fan_out::FanOut;
+use evaluator::round_times::round_times;
 use evaluator::{Drafter, Sampler, Settings, autoregressive, replay};
 
 use crate::models::{LABELS, noisy_drafter, prompts, random_model};
@@ -103,4 +104,28 @@ fn a_budget_of_time_is_measured_and_one_of_blocks_is_not() {
     let larger = random_model(11, 2, 7);
     let unfit = Drafter { model: larger, temperatures: Vec::new(), ..drafter };
     assert!(resolve(&target, &unfit, &Budget::Auto, &settings(0.0, 1), 30).is_err());
+}
+
+#[test]
+fn rounds_are_timed_for_every_depth() {
+    let target = random_model(10, 2, 4);
+    let deep = noisy_drafter(&target, 0.1, 4, LABELS[1], 2);
+    let shallow = Drafter { model: deep.model.with_layers(&[1]), temperatures: Vec::new(), ..deep };
+    let deep = Drafter { model: deep.model.shallow_clone(), temperatures: Vec::new(), ..deep };
+    let threads = tch::get_num_threads();
+    let unfit = Drafter { model: random_model(11, 2, 7), temperatures: Vec::new(), ..deep };
+    let drafters = [(deep, 30), (shallow, 0)];
+    let times = round_times(&target, &drafters, &settings(0.0, 2), 30).unwrap();
+    assert_eq!(tch::get_num_threads(), threads, "the caller has its cores back");
+    assert_eq!((times.texts, times.context, times.shared_device), (2, 30, false));
+    let found: Vec<(usize, usize)> = times.drafters.iter().map(|it| (it.layers, it.blocks)).collect();
+    assert_eq!(found, [(2, 30), (1, 0)]);
+    assert!(times.verify_seconds > 0.0 && times.drafters.iter().all(|it| it.draft_seconds > 0.0), "{times:?}");
+    assert!(times.drafters[0].pack_seconds > 0.0);
+    assert_eq!(times.drafters[1].pack_seconds, 0.0);
+    // The model is the formula, applied to what was measured.
+    let speed = times.tokens_per_second(2, 1.5, 0.25).unwrap();
+    let round = times.verify_seconds.max(times.drafters[0].pack_seconds) + (1.0 - 0.0625) * times.drafters[0].draft_seconds;
+    assert!((speed - 3.0 / round).abs() < 1e-9 * speed);
+    assert!(round_times(&target, &[(unfit, 3)], &settings(0.0, 1), 30).is_err());
 }

@@ -1,6 +1,8 @@
 //! The search against a plain loop, a useless layer planted and found, and interrupted pruning against uninterrupted.
 #![allow(clippy::unwrap_used)]
 
+mod endings;
+
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -209,6 +211,8 @@ fn run_with(
         remove: 1,
         min_layers: 1,
         keep_tau: 0.0,
+        speed: None,
+        swap: false,
         criterion: Criterion::Tau,
         anchors: 5,
         distillation: Distillation { temperature: 1.0, margin: Some(0.0) },
@@ -366,23 +370,35 @@ fn a_ledger_of_another_pruning_and_no_held_out_responses_are_refused() {
 #[test]
 fn pruning_interrupted_anywhere_ends_as_uninterrupted() {
     let teacher = with_useless_layer(&trained(Labels::Next), 1);
-    let whole = tempfile::tempdir().unwrap();
-    assert_eq!(run(whole.path(), &teacher, 2, usize::MAX).unwrap(), Ending::Done);
-    let weights = |folder: &Path, name: &str| fs::read(folder.join(name).join("model.safetensors")).unwrap();
-    // Of the events 4 + 3 are measured layers, 2 · 5 are recovery steps; the search stops behind its one part only.
-    for every in [1, 2, 3, 6] {
-        let parts = tempfile::tempdir().unwrap();
-        let mut starts = 0;
-        while let Ending::Stopped { .. } = run(parts.path(), &teacher, 2, every).unwrap() {
-            starts += 1;
-            assert!(starts < 30, "every start must get further");
+    let weights = |folder: &Path, name: &str| fs::read(folder.join(name).join("model.safetensors")).ok();
+    for (criterion, all) in [
+        // Of the events 4 + 3 are measured layers, 2 · 5 are recovery steps; the search stops behind its one part only. Then the swap.
+        (Criterion::Tau, &[1, 2, 3, 6][..]),
+        (Criterion::BlockInfluence, &[1, 3]),
+        (Criterion::LanguageModelLoss, &[1, 3]),
+    ] {
+        let run = |folder: &Path, stop_at: usize| {
+            let change = |settings: &mut Settings| (settings.remove, settings.swap, settings.criterion) = (2, true, criterion);
+            run_with(folder, &teacher, stop_at, examples(15).split_off(12), change).unwrap()
+        };
+        let whole = tempfile::tempdir().unwrap();
+        assert_eq!(run(whole.path(), usize::MAX), Ending::Done);
+        for every in all {
+            let parts = tempfile::tempdir().unwrap();
+            let mut starts = 0;
+            while let Ending::Stopped { .. } = run(parts.path(), *every) {
+                starts += 1;
+                assert!(starts < 40, "every start must get further");
+            }
+            assert!(starts >= 2, "{starts} interruptions");
+            assert_eq!(events(parts.path()), events(whole.path()), "{criterion:?}, stopping at every {every}th event");
+            for name in ["layers-03", "layers-02", "layers-02-swapped"] {
+                let found = weights(parts.path(), name);
+                assert!(found == weights(whole.path(), name), "{name}, {criterion:?}, stopping at every {every}th event");
+                assert!(found.is_some() || name.ends_with("swapped"), "{name}");
+            }
+            assert!(!["recover-03", "recover-02", "recover-02-swapped"].iter().any(|name| parts.path().join(name).exists()));
         }
-        assert!(starts >= 2, "{starts} interruptions");
-        assert_eq!(events(parts.path()), events(whole.path()), "stopping at every {every}th event");
-        for name in ["layers-03", "layers-02"] {
-            assert!(weights(parts.path(), name) == weights(whole.path(), name), "{name}, stopping at every {every}th event");
-        }
-        assert!(!parts.path().join("recover-02").exists() && !parts.path().join("recover-03").exists());
     }
 }
 
