@@ -91,7 +91,7 @@ fn next_prompt(text: &Text, conversation: &Conversation, answers: &[&[u32]], thi
     if answers.is_empty() || answers.len() > conversation.later_turns.len() {
         return Ok(None);
     }
-    let message = |role: &str, content: String| Message { role: role.to_string(), content };
+    let message = |role: &str, content: String| Message::new(role, content);
     let mut messages = conversation.request.messages.clone();
     for (answer, later) in answers.iter().zip(&conversation.later_turns) {
         messages.push(message("assistant", text.tokenizer.decode(answer, true)?));

@@ -148,7 +148,7 @@ pub(crate) fn generate(args: &GenerateArgs, progress: &Progress, stop: &AtomicBo
     let text = Text::load(&args.target)?;
     let (target, mut drafter) = load(args, &text, progress)?;
     let settings = settings(args, &target);
-    let message = |role: &str, content: &str| Message { role: role.to_string(), content: content.to_string() };
+    let message = |role: &str, content: &str| Message::new(role, content);
     let system = args.system.iter().map(|system| message("system", system));
     let messages: Vec<Message> = system.chain([message("user", &prompt)]).collect();
     let prompts = [text.prompt(&messages, args.thinking)?.1];

@@ -38,7 +38,17 @@ impl Text {
 
     /// A chat as the target's prompt: its text and its ids.
     pub(crate) fn prompt(&self, messages: &[data::prompts::Message], thinking: bool) -> anyhow::Result<(String, Vec<u32>)> {
-        let text = self.template.render(messages, true, Some(thinking))?;
+        self.prompt_with_tools(messages, None, thinking)
+    }
+
+    /// The same for a target that may call tools.
+    pub(crate) fn prompt_with_tools(
+        &self,
+        messages: &[data::prompts::Message],
+        tools: Option<&serde_json::Value>,
+        thinking: bool,
+    ) -> anyhow::Result<(String, Vec<u32>)> {
+        let text = self.template.render_with_tools(messages, tools, true, Some(thinking))?;
         let ids = self.tokenizer.encode(&text, false)?;
         Ok((text, ids))
     }

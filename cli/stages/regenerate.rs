@@ -160,7 +160,7 @@ fn render(context: &Context<'_>, text: &Text, requests: Vec<Request>, rejected: 
     let recipe = context.recipe;
     let mut work = Vec::with_capacity(requests.len());
     for (index, request) in requests.into_iter().enumerate() {
-        let reason = match text.prompt(&request.messages, recipe.target.thinking) {
+        let reason = match text.prompt_with_tools(&request.messages, request.tools.as_ref(), recipe.target.thinking) {
             Ok((prompt_text, ids)) if ids.len() + 2 <= recipe.data.max_tokens => {
                 work.push(Work { request, index: index as u64, text: prompt_text, ids });
                 continue;

@@ -52,7 +52,7 @@ pub fn read(path: &Path, form: Option<Form<'_>>, category_field: Option<&str>) -
     let rows_read = rows.used.len() + rows.rejected.len();
     let conversation = |(line, (row, later_turns, category)): (usize, (Row, Vec<String>, String))| {
         let later: Vec<_> = later_turns.iter().cloned().map(user).collect();
-        let id = row.id.clone().unwrap_or_else(|| content_hash(row.messages.iter().chain(&later)));
+        let id = row.id.clone().unwrap_or_else(|| content_hash(row.messages.iter().chain(&later), row.tools.as_ref()));
         Conversation { request: request(path, line, id, row), later_turns, category }
     };
     let mut conversations: Vec<Conversation> = rows.used.into_iter().map(conversation).collect();

@@ -129,11 +129,27 @@ impl ChatTemplate {
     /// # Errors
     /// When the template refuses the messages, fails on them, or does not end.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool, thinking: Option<bool>) -> Result<String, ChatError> {
+        self.render_with_tools(messages, None, add_generation_prompt, thinking)
+    }
+
+    /// The same for a target that may call tools, a list in the form that its template knows.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::render`].
+    pub fn render_with_tools(
+        &self,
+        messages: &[Message],
+        tools: Option<&Json>,
+        add_generation_prompt: bool,
+        thinking: Option<bool>,
+    ) -> Result<String, ChatError> {
         let switches = thinking.map(|thinking| ("enable_thinking", Value::from(thinking)));
         let tokens = self.special.named().map(|(name, token)| (name, Value::from(token)));
         let optional: BTreeMap<&str, Value> = tokens.chain(switches).collect();
         // Tools and documents are given as none, not left undefined, because templates test for both.
-        let context = context! { messages => Serde(messages), add_generation_prompt, tools => (), documents => (), ..Value::from(optional) };
+        let tools = tools.map_or(Value::from(()), |tools| Value::from(Serde(tools)));
+        let context =
+            context! { messages => Serde(messages), add_generation_prompt, tools, documents => (), ..Value::from(optional) };
         let template = self.environment.get_template(NAME).map_err(|error| ChatError::Syntax(describe(&error)))?;
         template.render(context).map_err(|error| match error.kind() {
             ErrorKind::OutOfFuel => ChatError::Endless,

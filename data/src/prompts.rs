@@ -1,29 +1,44 @@
-//! Prompt files to requests: JSON Lines in the dialects that people have, read line by line, each row either used or
+//! Prompt files to requests: rows in the dialects that people have, read one by one, each row either used or
 //! rejected with its file, line and reason. Rows read are always requests plus rejected rows.
 
+mod reader;
 pub(crate) mod row;
 
+use self::reader::{Raw, Reader};
 use crate::files::{name_path, sha256_hex, write_atomically};
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::collections::{HashMap, HashSet};
-use std::fs::File;
-use std::io::{self, BufRead, BufReader};
+use std::io;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// One message of a chat; `role` is `system`, `user` or `assistant`.
+/// One message of a chat; `role` is `system`, `user`, `assistant` or `tool`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
     pub role: String,
     pub content: String,
+    /// The calls that an assistant's message makes, as its row has them: a list, of whose form chat templates are the judge.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_calls: Option<Value>,
 }
 
-/// What the target is asked: a chat that ends with a user message.
+impl Message {
+    /// A message without calls.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: content.into(), tool_calls: None }
+    }
+}
+
+/// What the target is asked: a chat that ends with a user message, or with what a tool gave back.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
     /// Unique among the requests read together, and the same on every reading.
     pub id: String,
     pub messages: Vec<Message>,
+    /// The tools that the target may call, as its chat template is given them: a list that is not empty.
+    pub tools: Option<Value>,
     /// The row's own `source`, else the name of its file.
     pub source: String,
     /// Where the row stands, as in [`Rejected`], for one that is rejected later.
@@ -35,7 +50,7 @@ pub struct Request {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rejected {
     pub file: String,
-    /// Counted from 1, blank lines included.
+    /// Where the row begins, counted from 1, blank lines included; of Parquet the number of the row.
     pub line: usize,
     pub reason: String,
     /// The line as it stood; bytes that are not UTF-8 are replaced.
@@ -56,11 +71,11 @@ pub struct Prompts {
 /// Why prompt files cannot be used at all.
 #[derive(Debug, Error)]
 pub enum PromptError {
-    #[error("no prompt files are given; set `data.prompts` to one JSON Lines file or more")]
+    #[error("no prompt files are given; set `data.prompts` to a file of JSON Lines, a JSON array or Parquet, or to several")]
     NoFiles,
     #[error("cannot read prompts: {0}")]
     Read(io::Error),
-    #[error("prompt file `{}` has no rows; it needs one JSON object a line, such as `{{\"prompt\": \"...\"}}`", path.display())]
+    #[error("prompt file `{}` has no rows; it needs JSON objects, one a line, in one array or as Parquet, such as `{{\"prompt\": \"...\"}}`", path.display())]
     NoRows { path: PathBuf },
     #[error("none of the {rows} rows of prompt file `{}` can be used; line {line}: {reason}", path.display())]
     AllRejected { path: PathBuf, rows: usize, line: usize, reason: String },
@@ -71,7 +86,7 @@ pub enum PromptError {
 /// A row is a JSON object in one of these dialects: `messages` or `conversations` (a list of messages with `role` and
 /// `content`, or `from` and `value`), `prompt` (a text or such a list), `question`, `instruction` with an optional
 /// `input`, `turns` (a list of user texts, of which the first is the request), or `text`. A last message by the
-/// assistant is dropped: it is what regeneration replaces. `id` is the row's `id`, `question_id` or `task_id`, else a
+/// assistant is dropped: it is what regeneration replaces. `tools` go to the chat template. `id` is the row's `id`, `question_id` or `task_id`, else a
 /// hash of its messages.
 ///
 /// # Errors
@@ -93,7 +108,7 @@ fn read_file(path: &Path, prompts: &mut Prompts) -> Result<(), PromptError> {
     let rows = read_rows(path, row::parse)?;
     prompts.rows_read += rows.used.len() + rows.rejected.len();
     for (line, row) in rows.used {
-        let id = row.id.clone().unwrap_or_else(|| content_hash(&row.messages));
+        let id = row.id.clone().unwrap_or_else(|| content_hash(&row.messages, row.tools.as_ref()));
         prompts.requests.push(request(path, line, id, row));
     }
     prompts.rejected.extend(rows.rejected);
@@ -103,7 +118,14 @@ fn read_file(path: &Path, prompts: &mut Prompts) -> Result<(), PromptError> {
 /// The request of a row at a place.
 pub(crate) fn request(path: &Path, line: usize, id: String, row: row::Row) -> Request {
     let file_name = || path.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
-    Request { id, messages: row.messages, source: row.source.unwrap_or_else(file_name), file: path.display().to_string(), line }
+    Request {
+        id,
+        messages: row.messages,
+        tools: row.tools,
+        source: row.source.unwrap_or_else(file_name),
+        file: path.display().to_string(),
+        line,
+    }
 }
 
 /// The rows of a file: what could be used, with its line, and what could not.
@@ -112,32 +134,36 @@ pub(crate) struct Rows<T> {
     pub(crate) rejected: Vec<Rejected>,
 }
 
-/// Reads a file line by line; the error of `parse` is the reason for which a row is rejected.
-pub(crate) fn read_rows<T>(path: &Path, parse: impl Fn(&[u8]) -> Result<T, String>) -> Result<Rows<T>, PromptError> {
+/// Rows that are parsed together, on all cores.
+const ROWS_AT_ONCE: usize = 4096;
+
+/// Reads a file row by row; the error of `parse` is the reason for which a row is rejected.
+pub(crate) fn read_rows<T: Send>(path: &Path, parse: impl Fn(&[u8]) -> Result<T, String> + Sync) -> Result<Rows<T>, PromptError> {
     let read_error = |error| PromptError::Read(name_path(path, &error));
-    let mut reader = BufReader::new(File::open(path).map_err(read_error)?);
+    let mut reader = Reader::open(path).map_err(read_error)?;
     let mut rows = Rows { used: Vec::new(), rejected: Vec::new() };
-    let mut line = Vec::new();
-    let mut line_number = 0;
     loop {
-        line.clear();
-        if reader.read_until(b'\n', &mut line).map_err(read_error)? == 0 {
+        let mut raws = Vec::with_capacity(ROWS_AT_ONCE);
+        while raws.len() < ROWS_AT_ONCE
+            && let Some(raw) = reader.next().map_err(read_error)?
+        {
+            raws.push(raw);
+        }
+        if raws.is_empty() {
             break;
         }
-        line_number += 1;
-        let bytes = if line_number == 1 { without_byte_order_mark(&line) } else { &line };
-        let bytes = bytes.trim_ascii();
-        if bytes.is_empty() {
-            continue;
-        }
-        match parse(bytes) {
-            Ok(row) => rows.used.push((line_number, row)),
-            Err(reason) => rows.rejected.push(Rejected {
-                file: path.display().to_string(),
-                line: line_number,
-                reason,
-                text: String::from_utf8_lossy(bytes).into_owned(),
-            }),
+        let parsed: Vec<Result<T, String>> =
+            raws.par_iter().map(|raw| raw.fault.clone().map_or_else(|| parse(&raw.text), Err)).collect();
+        for (Raw { line, text, .. }, parsed) in raws.into_iter().zip(parsed) {
+            match parsed {
+                Ok(row) => rows.used.push((line, row)),
+                Err(reason) => rows.rejected.push(Rejected {
+                    file: path.display().to_string(),
+                    line,
+                    reason,
+                    text: String::from_utf8_lossy(&text).into_owned(),
+                }),
+            }
         }
     }
     if !rows.used.is_empty() {
@@ -154,17 +180,19 @@ pub(crate) fn read_rows<T>(path: &Path, parse: impl Fn(&[u8]) -> Result<T, Strin
     }
 }
 
-fn without_byte_order_mark(line: &[u8]) -> &[u8] {
-    line.strip_prefix(b"\xef\xbb\xbf").unwrap_or(line)
-}
-
-/// Roles and contents, each with its length before it, so that no two chats join to the same bytes.
-pub(crate) fn content_hash<'m>(messages: impl IntoIterator<Item = &'m Message>) -> String {
+/// Roles and contents, each with its length before it, so that no two chats join to the same bytes; and calls and tools where there are any.
+pub(crate) fn content_hash<'m>(messages: impl IntoIterator<Item = &'m Message>, tools: Option<&Value>) -> String {
     let mut bytes = Vec::new();
-    for text in messages.into_iter().flat_map(|message| [&message.role, &message.content]) {
+    let mut add = |text: &str| {
         bytes.extend_from_slice(&(text.len() as u64).to_le_bytes());
         bytes.extend_from_slice(text.as_bytes());
+    };
+    for message in messages {
+        add(&message.role);
+        add(&message.content);
+        message.tool_calls.iter().for_each(|calls| add(&calls.to_string()));
     }
+    tools.into_iter().for_each(|tools| add(&tools.to_string()));
     sha256_hex(bytes)[..16].to_owned()
 }
 
@@ -280,7 +308,7 @@ mod tests {
         let both = text.concat() + "{\"prompt\": \"6\"}\n{\"prompt\": \"7\"}";
         let prompts = read_texts(&[both.as_bytes()]).unwrap();
         let ids: Vec<&str> = prompts.requests.iter().map(|request| request.id.as_str()).collect();
-        let hash = content_hash(&[Message { role: "user".into(), content: "6".into() }]);
+        let hash = content_hash(&[Message::new("user", "6")], None);
         assert_eq!(ids[..7], ["a", "a#3", "a#2", "a#4", "7", &hash, &format!("{hash}#2")]);
         assert_eq!((hash.len(), prompts.duplicate_ids), (16, 3));
         assert_eq!(ids.iter().collect::<HashSet<_>>().len(), ids.len());

@@ -139,7 +139,7 @@ fn special_tokens_and_template_come_from_the_metadata() {
         SpecialTokens { bos: Some("<|endoftext|>".into()), eos: Some("<|im_end|>".into()), ..SpecialTokens::default() };
     assert_eq!(special, expected);
     let template = ChatTemplate::from_gguf(&small).unwrap();
-    let messages = [Message { role: "user".into(), content: "hi".into() }];
+    let messages = [Message::new("user", "hi")];
     assert_eq!(template.render(&messages, true, None).unwrap(), "<|endoftext|>hi<|im_end|>");
 }
 

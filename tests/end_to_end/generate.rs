@@ -100,7 +100,7 @@ fn expected(folder: &Path, messages: &[(&str, &str)], sampler: Sampler) -> Strin
     let model = folder.join("model");
     let (tokenizer, _, template) = text(&model);
     let target = model::weights::load(&model, Kind::Float, Device::Cpu).unwrap();
-    let message = |(role, content): &(&str, &str)| Message { role: role.to_string(), content: content.to_string() };
+    let message = |(role, content): &(&str, &str)| Message::new(*role, *content);
     let messages: Vec<Message> = messages.iter().map(message).collect();
     let prompt = tokenizer.encode(&template.render(&messages, true, Some(false)).unwrap(), false).unwrap();
     let settings = Settings {

@@ -3,7 +3,7 @@ use super::*;
 
 fn render(source: &str, messages: &[(&str, &str)]) -> Result<String, ChatError> {
     let special = SpecialTokens { bos: Some("<s>".into()), eos: Some("</s>".into()), ..SpecialTokens::default() };
-    let message = |(role, content): &(&str, &str)| Message { role: role.to_string(), content: content.to_string() };
+    let message = |(role, content): &(&str, &str)| Message::new(*role, *content);
     let messages: Vec<Message> = messages.iter().map(message).collect();
     ChatTemplate::new(source.to_owned(), &special)?.render(&messages, true, None)
 }
@@ -104,4 +104,20 @@ fn a_folder_has_its_template_in_a_file_or_in_the_configuration() {
     let template = ChatTemplate::from_folder(folder.path()).unwrap();
     assert_eq!(template.render(&[], false, None).unwrap(), "</s>");
     assert_eq!(template.hash(), sha256_hex("{{ eos_token }}"));
+}
+
+#[test]
+fn tools_and_calls_reach_the_template() {
+    let source = "{% for tool in tools %}{{ tool | tojson }};{% endfor %}{% for message in messages %}{% if message.tool_calls %}\
+                  {% for call in message.tool_calls %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}\
+                  {% else %}{{ message.role }}:{{ message.content }} {% endif %}{% endfor %}";
+    let template = ChatTemplate::new(source.to_owned(), &SpecialTokens::default()).unwrap();
+    let calls = serde_json::json!([{"function": {"name": "f", "arguments": {"z": 1, "a": [true, null]}}}]);
+    let call = Message { tool_calls: Some(calls), ..Message::new("assistant", "") };
+    let messages = [Message::new("user", "u"), call, Message::new("tool", "7")];
+    let tools = serde_json::json!([{"name": "f", "b": 1, "a": 2}]);
+    let text = template.render_with_tools(&messages, Some(&tools), true, None).unwrap();
+    assert_eq!(text, r#"{"name": "f", "b": 1, "a": 2};user:u f({"z": 1, "a": [true, null]})tool:7 "#);
+    let without = template.render(&messages[..1], true, None).unwrap();
+    assert_eq!(without, "user:u ");
 }

@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 pub(crate) struct Row {
     pub(crate) id: Option<String>,
     pub(crate) messages: Vec<Message>,
+    pub(crate) tools: Option<Value>,
     pub(crate) source: Option<String>,
 }
 
@@ -32,7 +33,7 @@ pub(crate) fn fields(line: &[u8]) -> Result<Map<String, Value>, String> {
 pub(crate) fn with_messages(fields: &Map<String, Value>, messages: Vec<Message>) -> Result<Row, String> {
     let id = ["id", "question_id", "task_id"].into_iter().find_map(|name| identifier(fields.get(name)?));
     let source = fields.get("source").and_then(Value::as_str).filter(|source| !source.is_empty()).map(str::to_owned);
-    Ok(Row { id, messages: as_request(messages)?, source })
+    Ok(Row { id, messages: as_request(messages)?, tools: tools(fields)?, source })
 }
 
 /// A text or a number as a name.
@@ -44,9 +45,28 @@ pub(crate) fn identifier(value: &Value) -> Option<String> {
     }
 }
 
-/// Finds the prompt of a row. A field that is null is as good as absent: tables with several dialects have them.
+/// The tools of a row: a list, or the JSON text of one; nothing else means any.
+fn tools(fields: &Map<String, Value>) -> Result<Option<Value>, String> {
+    let list = match fields.get("tools") {
+        None | Some(Value::Null) => return Ok(None),
+        Some(Value::String(text)) if text.trim().is_empty() => return Ok(None),
+        Some(Value::String(text)) => serde_json::from_str(text).map_err(|error| format!("`tools` is not JSON: {error}"))?,
+        Some(value) => value.clone(),
+    };
+    match list {
+        Value::Array(tools) if tools.is_empty() => Ok(None),
+        Value::Array(tools) if tools.iter().all(Value::is_object) => Ok(Some(Value::Array(tools))),
+        Value::Null => Ok(None),
+        _ => Err("`tools` is not a list of tools".to_owned()),
+    }
+}
+
+/// Finds the prompt of a row. A field that is null or an empty list is as good as absent where another has the prompt: tables with several
+/// dialects have them.
 pub(crate) fn messages(fields: &Map<String, Value>) -> Result<Vec<Message>, String> {
-    let present = |name: &str| fields.get(name).filter(|value| !value.is_null());
+    let empty = |value: &Value| value.as_array().is_some_and(Vec::is_empty);
+    let filled = PROMPT_FIELDS.into_iter().any(|name| fields.get(name).is_some_and(|value| !value.is_null() && !empty(value)));
+    let present = |name: &str| fields.get(name).filter(|value| !(value.is_null() || filled && empty(value)));
     let Some((name, value)) = PROMPT_FIELDS.into_iter().find_map(|name| Some((name, present(name)?))) else {
         return Err(format!("no prompt field; one of `{}` is needed", PROMPT_FIELDS.join("`, `")));
     };
@@ -74,7 +94,7 @@ pub(crate) fn messages(fields: &Map<String, Value>) -> Result<Vec<Message>, Stri
 
 /// A message by the user.
 pub(crate) fn user(content: String) -> Message {
-    Message { role: "user".to_owned(), content }
+    Message::new("user", content)
 }
 
 /// The first of these fields that is there and not null.
@@ -91,20 +111,31 @@ fn message((index, value): (usize, &Value)) -> Result<Message, String> {
     let role = field(["role", "from"])?;
     let role = role.as_str().and_then(role_of).ok_or_else(|| {
         format!(
-            "message {number} has the unknown role `{}`; system, user and assistant are known",
+            "message {number} has the unknown role `{}`; system, user, assistant and tool are known",
             role.to_string().trim_matches('"')
         )
     })?;
-    let content = content(field(["content", "value"])?).map_err(|reason| format!("content of message {number} {reason}"))?;
-    Ok(Message { role: role.to_owned(), content })
+    let tool_calls = match value.get("tool_calls") {
+        Some(Value::Array(calls)) if role == "assistant" && !calls.is_empty() => Some(Value::Array(calls.clone())),
+        None | Some(Value::Null) => None,
+        Some(Value::Array(calls)) if calls.is_empty() => None,
+        Some(_) => return Err(format!("message {number} (`{role}`) has `tool_calls` that are not an assistant's list of calls")),
+    };
+    // A message that only calls tools often has no content at all.
+    let content = match first_present(value, ["content", "value"]) {
+        None if tool_calls.is_some() => String::new(),
+        _ => content(field(["content", "value"])?).map_err(|reason| format!("content of message {number} {reason}"))?,
+    };
+    Ok(Message { role: role.to_owned(), content, tool_calls })
 }
 
-/// The names that chat logs give the three roles.
+/// The names that chat logs give the roles.
 fn role_of(name: &str) -> Option<&'static str> {
     match name.to_ascii_lowercase().as_str() {
         "system" | "developer" => Some("system"),
         "user" | "human" | "prompter" => Some("user"),
-        "assistant" | "gpt" | "chatgpt" | "bing" | "bard" | "bot" | "model" => Some("assistant"),
+        "assistant" | "gpt" | "chatgpt" | "bing" | "bard" | "bot" | "model" | "ai" => Some("assistant"),
+        "tool" | "function" | "observation" | "ipython" => Some("tool"),
         _ => None,
     }
 }
@@ -140,12 +171,19 @@ fn as_request(mut messages: Vec<Message>) -> Result<Vec<Message>, String> {
     while messages.last().is_some_and(|last| last.role == "assistant") {
         messages.pop();
     }
-    let empty = |message: &Message| message.role != "system" && message.content.trim().is_empty();
+    // A tool may give nothing back, and a call says all by itself.
+    let may_be_empty = |message: &Message| ["system", "tool"].contains(&message.role.as_str()) || message.tool_calls.is_some();
+    let empty = |message: &Message| !may_be_empty(message) && message.content.trim().is_empty();
     if let Some(index) = messages.iter().position(empty) {
         return Err(format!("message {} (`{}`) is empty", index + 1, messages[index].role));
     }
-    if messages.last().is_none_or(|last| last.role != "user") {
+    if messages.iter().all(|message| message.role != "user") {
         return Err("the chat has no user message".to_owned());
+    }
+    if let Some(index) = messages.iter().position(|message| message.role == "tool")
+        && !messages[..index].iter().any(|message| message.role == "assistant")
+    {
+        return Err(format!("message {} is a tool's, but no assistant spoke before it", index + 1));
     }
     Ok(messages)
 }
@@ -216,7 +254,28 @@ mod tests {
             (messages(&format!("{assistant}, {user}")), "the chat starts with the assistant"),
             (messages(&format!("{system}, {assistant}")), "the chat starts with the assistant"),
             (messages(&format!("{user}, {system}, {user}")), "message 2 is a system message and not the first"),
-            (messages(r#"{"role": "tool", "content": "u"}"#), "message 1 has the unknown role `tool`"),
+            (messages(r#"{"role": "laguna_s", "content": "u"}"#), "message 1 has the unknown role `laguna_s`"),
+            (messages(r#"{"role": "tool", "content": "u"}"#), "the chat has no user message"),
+            (
+                messages(&format!(r#"{user}, {{"role": "tool", "content": "t"}}"#)),
+                "message 2 is a tool's, but no assistant spoke",
+            ),
+            (
+                messages(&format!(r#"{user}, {{"role": "assistant", "content": "", "tool_calls": []}}, {user}"#)),
+                "message 2 (`assistant`) is empty",
+            ),
+            (
+                messages(r#"{"role": "user", "content": "u", "tool_calls": [{}]}"#),
+                "message 1 (`user`) has `tool_calls` that are not",
+            ),
+            (r#"{"prompt": "p", "tools": "no list"}"#.to_owned(), "`tools` is not JSON"),
+            (r#"{"prompt": "p", "tools": {"name": "f"}}"#.to_owned(), "`tools` is not a list of tools"),
+            (r#"{"prompt": "p", "tools": ["f"]}"#.to_owned(), "`tools` is not a list of tools"),
+            (r#"{"messages": [], "prompt": null}"#.to_owned(), "the chat has no user message"),
+            (
+                r#"{"messages": ["no message", {"role": "user", "content": "ok"}]}"#.to_owned(),
+                "message 1 has neither `role` nor `from`",
+            ),
             (messages(r#"{"role": 5, "content": "u"}"#), "message 1 has the unknown role `5`"),
             (messages(r#"{"role": "user"}"#), "message 1 has neither `content` nor `value`"),
             (messages(r#"{"role": "user", "content": null}"#), "message 1 has neither `content` nor `value`"),
@@ -233,6 +292,53 @@ mod tests {
         for (line, expected) in cases {
             assert!(reason(&line).starts_with(expected), "{line}: {}", reason(&line));
         }
+    }
+
+    #[test]
+    fn tools_are_a_list_or_its_text_and_an_empty_one_is_none() {
+        let tools = |value: &str| parse(format!(r#"{{"prompt": "p", "tools": {value}}}"#).as_bytes()).unwrap().tools;
+        let expected = serde_json::json!([{"type": "function", "function": {"name": "f"}}]);
+        assert_eq!(tools(&expected.to_string()), Some(expected.clone()));
+        assert_eq!(tools(&serde_json::to_string(&expected.to_string()).unwrap()), Some(expected));
+        for none in ["null", "\"\"", "\" \"", "[]", "\"[]\"", "\"null\""] {
+            assert_eq!(tools(none), None, "{none}");
+        }
+    }
+
+    #[test]
+    fn a_chat_with_calls_ends_with_what_the_tool_gave_back() {
+        let calls = r#"[{"function": {"name": "f", "arguments": {"x": 1}}}]"#;
+        for content in [r#""content": "", "#, r#""content": null, "#, ""] {
+            let line = format!(
+                r#"{{"messages": [{{"role": "user", "content": "u"}}, {{"role": "assistant", {content}"tool_calls": {calls}}},
+                {{"role": "observation", "content": "7"}}, {{"role": "gpt", "content": "It is 7."}}]}}"#
+            );
+            let row = parse(line.as_bytes()).unwrap();
+            let roles: Vec<(&str, &str)> = row.messages.iter().map(|it| (it.role.as_str(), it.content.as_str())).collect();
+            assert_eq!(roles, [("user", "u"), ("assistant", ""), ("tool", "7")], "the answer is what is asked for");
+            assert_eq!(row.messages[1].tool_calls, Some(serde_json::from_str(calls).unwrap()));
+        }
+    }
+
+    #[test]
+    fn an_empty_list_gives_way_to_the_field_that_has_the_prompt() {
+        for line in [r#"{"messages": [], "prompt": "p"}"#, r#"{"conversations": null, "messages": [], "text": "p"}"#] {
+            assert_eq!(chat(line), pairs(&[("user", "p")]), "{line}");
+        }
+    }
+
+    #[test]
+    fn odd_values_are_rows_or_reasons_and_never_a_panic() {
+        // Deep nesting, numbers beyond a float, halves of surrogate pairs, characters that no text should have.
+        let deep = format!(r#"{{"prompt": "p", "extra": {}1{}}}"#, "[".repeat(200), "]".repeat(200));
+        assert!(reason(&deep).starts_with("not JSON: recursion limit"), "{}", reason(&deep));
+        assert!(reason(r#"{"prompt": "p", "n": 1e999}"#).starts_with("not JSON: number out of range"));
+        assert!(reason(r#"{"prompt": "\ud800"}"#).starts_with("not JSON: "));
+        assert!(reason(r#"{"prompt": "p", "n": NaN}"#).starts_with("not JSON: "));
+        assert_eq!(chat(r#"{"prompt": "\u0000\u202e\u001b[31m"}"#), pairs(&[("user", "\0\u{202e}\u{1b}[31m")]));
+        let row = parse(br#"{"id": 12345678901234567890123, "prompt": "p"}"#).unwrap();
+        assert!(row.id.is_some_and(|id| id.starts_with("1.2345678901234568e")), "a number as it was read");
+        assert_eq!(chat(r#"{"prompt": "a", "prompt": "b"}"#), pairs(&[("user", "b")]), "the last of a key stands, as everywhere");
     }
 
     #[test]
