@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use configs::Recipe;
+use configs::{Recipe, Stop};
 use data::files::{sha256_hex, sha256_of_file};
 use data::manifest::{FILE_NAME, Manifest};
 
@@ -130,15 +130,22 @@ pub(crate) fn inputs(recipe: &Recipe, stage: Stage, run: &RunFolder) -> anyhow::
     match stage {
         Stage::Regenerate => {
             take("target", &["target.model"]);
-            take("data", &["data.prompts", "data.holdout"]);
+            take("data", &["data.prompts", "data.holdout", "data.max_rejected", "data.truncated"]);
             take("regenerate", &["regenerate.batch_rows"]);
         }
         Stage::Train => {
             take("drafter", &["drafter.init"]);
-            take("data", &["data.prompts"]);
+            take("data", &["data.prompts", "data.max_rejected"]);
             take("train", &["train.save_every", "train.keep_last", "train.recompute", "train.chunk_rows", "train.forward_rows"]);
         }
-        Stage::Prune => take("prune", &[]),
+        Stage::Prune => {
+            take("prune", &[]);
+            // Speed is predicted for decoding as evaluation does it, on these devices.
+            if recipe.prune.stop == Stop::Speed {
+                take("evaluate", &["evaluate.benchmarks", "evaluate.benchmark_folder", "evaluate.every", "evaluate.hardware"]);
+                take("devices", &["devices.timeout"]);
+            }
+        }
         Stage::Evaluate => {
             take("target", &["target.model"]);
             // A block is what the checkpoints were trained on, or other figures.

@@ -1,5 +1,7 @@
 //! The target answers every prompt: exact token ids in Parquet parts, every row accounted for.
 
+mod accounting;
+
 use std::collections::HashSet;
 use std::fs;
 use std::ops::ControlFlow;
@@ -8,6 +10,7 @@ use anyhow::Context as _;
 use data::manifest::Manifest;
 use data::prompts::{self, Rejected, Request};
 use data::responses::{FinishReason, PARTS, Provenance, Response, SCHEMA_VERSION, read_part, write_part};
+use data::supervision::{counter_of, within_limit};
 use evaluator::generate::{GenerateSettings, Generated, Prompt, generate};
 use evaluator::sampling::Sampler;
 use serde_json::{Map, Value, json};
@@ -22,8 +25,8 @@ const PART_ROWS: usize = 64;
 /// A request on its way to a response.
 struct Work {
     request: Request,
-    /// Its place among all requests: the counter that sampling draws from.
-    index: u64,
+    /// The counter that sampling draws from, by the id: a response hangs on nothing but its own request.
+    counter: u64,
     text: String,
     ids: Vec<u32>,
 }
@@ -34,16 +37,16 @@ pub(super) fn run(context: &Context<'_>, earlier: Option<&Manifest>) -> anyhow::
     let text = context.text()?;
     let mut read = prompts::read(&recipe.data.prompts)?;
     if let Some(limit) = recipe.data.limit {
-        read.requests.truncate(limit);
+        let ids: Vec<&str> = read.requests.iter().map(|request| request.id.as_str()).collect();
+        let left: HashSet<usize> = within_limit(&ids, limit, recipe.seed).into_iter().collect();
+        let mut index = 0..read.requests.len();
+        read.requests.retain(|_| index.next().is_some_and(|index| left.contains(&index)));
     }
     let mut rejected = std::mem::take(&mut read.rejected);
     let work = render(context, &text, std::mem::take(&mut read.requests), &mut rejected)?;
-    if work.is_empty() {
-        let first = rejected.first().map_or(String::new(), |row| format!("; the first was: {}", row.reason));
-        anyhow::bail!("none of the {} prompts can be used{first}", read.rows_read);
-    }
     prompts::write_rejected(&context.folder.join("rejected.jsonl"), &rejected)?;
     let used = work.len();
+    let sources = accounting::by_file(&read.rows_by_file, work.iter().map(|work| &work.request), &rejected);
     context.progress.note(&format!(
         "{:>12} {} prompts: {used} to answer, {} rejected (rejected.jsonl says why), {} duplicate ids kept apart",
         "regenerate",
@@ -51,6 +54,22 @@ pub(super) fn run(context: &Context<'_>, earlier: Option<&Manifest>) -> anyhow::
         rejected.len(),
         read.duplicate_ids
     ));
+    accounting::in_words(&sources, &rejected)
+        .iter()
+        .for_each(|line| context.progress.note(&format!("{:>12} {line}", "regenerate")));
+    if work.is_empty() {
+        let first = rejected.first().map_or(String::new(), |row| format!("; the first was: {}", row.reason));
+        anyhow::bail!("none of the {} prompts can be used{first}", read.rows_read);
+    }
+    if rejected.len() as f64 > recipe.data.max_rejected * read.rows_read as f64 {
+        anyhow::bail!(
+            "{} of {} prompts are rejected, more than `data.max_rejected` = {} allows; `{}` says why",
+            rejected.len(),
+            read.rows_read,
+            recipe.data.max_rejected,
+            context.folder.join("rejected.jsonl").display()
+        );
+    }
 
     let mut parts: Vec<String> = parts_of(earlier);
     let mut counts = Counts::default();
@@ -81,6 +100,7 @@ pub(super) fn run(context: &Context<'_>, earlier: Option<&Manifest>) -> anyhow::
         results.insert("rows_rejected".to_string(), json!(rejected.len()));
         results.insert("rows_left_out_by_limit".to_string(), json!(read.rows_read - rejected.len() - used));
         results.insert("rows_used".to_string(), json!(counts.rows));
+        results.insert("sources".to_string(), json!(sources));
         results.insert("duplicate_ids".to_string(), json!(read.duplicate_ids));
         results.insert("tokens".to_string(), json!(counts.tokens));
         results.insert("finished_by_stop".to_string(), json!(counts.stopped));
@@ -90,7 +110,7 @@ pub(super) fn run(context: &Context<'_>, earlier: Option<&Manifest>) -> anyhow::
     context.write_manifest(Stage::Regenerate, false, results(&parts, &counts))?;
 
     let missing: Vec<&Work> = work.iter().filter(|work| !answered.contains(&work.request.id)).collect();
-    let prompts: Vec<Prompt> = missing.iter().map(|work| Prompt { request: work.index, ids: work.ids.clone() }).collect();
+    let prompts: Vec<Prompt> = missing.iter().map(|work| Prompt { request: work.counter, ids: work.ids.clone() }).collect();
     if !prompts.is_empty() {
         let target = models::target(recipe)?;
         let settings = GenerateSettings {
@@ -159,10 +179,10 @@ pub(super) fn run(context: &Context<'_>, earlier: Option<&Manifest>) -> anyhow::
 fn render(context: &Context<'_>, text: &Text, requests: Vec<Request>, rejected: &mut Vec<Rejected>) -> anyhow::Result<Vec<Work>> {
     let recipe = context.recipe;
     let mut work = Vec::with_capacity(requests.len());
-    for (index, request) in requests.into_iter().enumerate() {
+    for request in requests {
         let reason = match text.prompt_with_tools(&request.messages, request.tools.as_ref(), recipe.target.thinking) {
             Ok((prompt_text, ids)) if ids.len() + 2 <= recipe.data.max_tokens => {
-                work.push(Work { request, index: index as u64, text: prompt_text, ids });
+                work.push(Work { counter: counter_of(&request.id), request, text: prompt_text, ids });
                 continue;
             }
             Ok((_, ids)) => format!(

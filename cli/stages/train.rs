@@ -4,8 +4,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
-use configs::{Recipe, Schedule as RecipeSchedule};
-use data::responses::read_folder;
+use configs::{Recipe, Schedule as RecipeSchedule, Truncated};
+use data::responses::{FinishReason, read_folder};
 use data::supervision::{Example, split_holdout};
 use model::Transformer;
 use model::checkpoint::{self, LATEST};
@@ -33,13 +33,26 @@ pub(super) struct Responses {
     pub(super) held_out: Vec<Example>,
     /// Responses that keep fewer than two supervised tokens within `data.max_tokens`.
     pub(super) dropped: usize,
+    /// Responses that were cut off, where `data.truncated` drops them.
+    pub(super) truncated: usize,
 }
 
 /// Reads the responses in the order of their ids, so that the parts they came in do not matter, and splits off the hold-out.
 pub(super) fn responses(context: &Context<'_>) -> anyhow::Result<Responses> {
     let mut rows = read_folder(&context.run.path.join(Stage::Regenerate.folder()))?;
     rows.sort_by(|one, other| one.id.cmp(&other.id));
+    let all = rows.len();
+    if context.recipe.data.truncated == Truncated::Drop {
+        rows.retain(|row| row.finish_reason != FinishReason::Length);
+    }
     let read = rows.len();
+    if read == 0 && all > 0 {
+        anyhow::bail!(
+            "all {all} responses were cut off at `regenerate.max_new_tokens` = {}, and `data.truncated = \"drop\"` leaves them out; raise \
+             the one or set the other to \"keep\"",
+            context.recipe.regenerate.max_new_tokens
+        );
+    }
     let usable: Vec<(String, Example)> = rows
         .into_iter()
         .filter_map(|row| {
@@ -50,7 +63,13 @@ pub(super) fn responses(context: &Context<'_>) -> anyhow::Result<Responses> {
     let (training, held_out) = split_holdout(&ids, context.recipe.data.holdout, context.recipe.seed);
     let names = training.iter().map(|&index| usable[index].0.clone()).collect();
     let pick = |indices: Vec<usize>| indices.into_iter().map(|index| usable[index].1.clone()).collect();
-    Ok(Responses { training: pick(training), ids: names, held_out: pick(held_out), dropped: read - usable.len() })
+    Ok(Responses {
+        training: pick(training),
+        ids: names,
+        held_out: pick(held_out),
+        dropped: read - usable.len(),
+        truncated: all - read,
+    })
 }
 
 /// The loop's plan for training by the recipe.
@@ -219,6 +238,7 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
         results.insert("responses".to_string(), json!(responses.training.len()));
         results.insert("held_out".to_string(), json!(responses.held_out.len()));
         results.insert("too_short".to_string(), json!(responses.dropped));
+        results.insert("truncated".to_string(), json!(responses.truncated));
         context.write_manifest(Stage::Train, true, results)?;
     }
     Ok(Status::Done)
@@ -234,12 +254,13 @@ fn what_is_trained(context: &Context<'_>, responses: &Responses, start: &Transfo
         BatchSize::Tokens(count) => format!("{count} tokens"),
     };
     format!(
-        "{:>12} {} responses, {} held out, {} too short; {} layers in {}, {} steps of {size}{ranks} with {} blocks of {} in each response; \
+        "{:>12} {} responses, {} held out, {} too short{}; {} layers in {}, {} steps of {size}{ranks} with {} blocks of {} in each response; \
          up to {} rows in a forward, logits of {} rows at a time, {}",
         "train",
         responses.training.len(),
         responses.held_out.len(),
         responses.dropped,
+        if responses.truncated > 0 { format!(", {} cut off", responses.truncated) } else { String::new() },
         start.layers.len(),
         models::kind_name(plan.kind),
         plan.steps,

@@ -25,7 +25,7 @@ pub use error::RecipeError;
 pub use hardware::{Hardware, Latency};
 pub use recipe::{
     AnchorSees, Benchmark, Budget, Criterion, Data, Decoder, Devices, Drafter, DrafterKind, Drafts, Dtype, Evaluate, FanOut,
-    Labels, Objective, PositionWeights, Prune, Recipe, Regenerate, Schedule, Stop, Target, Train,
+    Labels, Objective, PositionWeights, Prune, Recipe, Regenerate, Schedule, Stop, Target, Train, Truncated,
 };
 pub use reference::{Method, PublishedFigures, Reference, ReferenceError};
 pub use source::Place;

@@ -72,8 +72,22 @@ pub struct Data {
     pub max_tokens: usize,
     /// The fraction of responses kept from training, at least 0 and less than 1.
     pub holdout: f64,
-    /// Use only the first so many prompts.
+    /// Use only so many of the prompts, drawn by seed and id.
     pub limit: Option<usize>,
+    /// The fraction of prompt rows that may be rejected; more is an error.
+    pub max_rejected: f64,
+    /// What becomes of responses that were cut off at the limit of new tokens.
+    pub truncated: Truncated,
+}
+
+/// What becomes of a response that was cut off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Truncated {
+    /// It is trained on as far as it goes.
+    Keep,
+    /// It is left out of training and of what is held out.
+    Drop,
 }
 
 /// How the target writes its responses.

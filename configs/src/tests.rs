@@ -100,7 +100,14 @@ fn defaults_complete_a_minimal_recipe() {
             mask_token: 16,
             untie_head: false,
         },
-        data: Data { prompts: vec![folder.path.join("prompts.jsonl")], max_tokens: 4096, holdout: 0.01, limit: None },
+        data: Data {
+            prompts: vec![folder.path.join("prompts.jsonl")],
+            max_tokens: 4096,
+            holdout: 0.01,
+            limit: None,
+            max_rejected: 1.0,
+            truncated: Truncated::Keep,
+        },
         regenerate: Regenerate { temperature: 0.0, top_p: 1.0, top_k: 0, max_new_tokens: 2048, batch_rows: 32 },
         train: Train {
             anchors: 128,
@@ -195,7 +202,7 @@ fn every_key_changes_the_recipe() {
         target.model="Qwen/Qwen3-8B" target.revision="v2" target.dtype="f32" target.thinking=true
         drafter.init="Qwen/Qwen3-0.6B" drafter.layers=[0,2] drafter.keep_layers=3 drafter.from_scratch=true drafter.block_size=16 drafter.dtype="bf16"
         drafter.labels="next" drafter.anchor_sees="prefix" drafter.mask_token=17 drafter.untie_head=true
-        data.prompts=["part-*.jsonl"] data.max_tokens=256 data.holdout=0 data.limit=5
+        data.prompts=["part-*.jsonl"] data.max_tokens=256 data.holdout=0 data.limit=5 data.max_rejected=0.5 data.truncated="drop"
         regenerate.temperature=0.7 regenerate.top_p=0.8 regenerate.top_k=20 regenerate.max_new_tokens=96 regenerate.batch_rows=8
         train.anchors=16 train.gamma=3.5 train.ar_weight=0.5 train.objective="target" train.position_weights="d_pace"
         train.pace_alpha=0.3 train.batch_tokens=4096 train.forward_rows=64 train.schedule="wsd" train.decay=0.1 train.learning_rate=1e-4

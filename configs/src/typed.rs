@@ -113,7 +113,9 @@ keys! { Drafter at "drafter.":
     kind: String, init: String, layers: Vec<Written<usize>>, keep_layers: usize, from_scratch: bool, block_size: usize, dtype: String,
     labels: String, anchor_sees: String, mask_token: u32, untie_head: bool;
 }
-keys! { Data at "data.": prompts: Vec<Written<String>>, max_tokens: usize, holdout: f64, limit: usize; }
+keys! { Data at "data.":
+    prompts: Vec<Written<String>>, max_tokens: usize, holdout: f64, limit: usize, max_rejected: f64, truncated: String;
+}
 keys! { Regenerate at "regenerate.":
     engine: String, temperature: f64, top_p: f64, top_k: usize, max_new_tokens: usize, batch_rows: usize;
 }

@@ -12,7 +12,8 @@ use crate::source::{Place, Source};
 use crate::typed::{self, Field, Section, Written};
 use crate::{
     AnchorSees, Benchmark, Budget, Criterion, Data, Decoder, Devices, Drafter, DrafterKind, Drafts, Dtype, Evaluate, FanOut,
-    Labels, Objective, PositionWeights, Prune, Recipe, RecipeError, Regenerate, Schedule, Stop, Target, Train, hardware, paths,
+    Labels, Objective, PositionWeights, Prune, Recipe, RecipeError, Regenerate, Schedule, Stop, Target, Train, Truncated,
+    hardware, paths,
 };
 
 /// The lowest temperature above 0: logits over much lower ones are no numbers any more.
@@ -150,6 +151,8 @@ fn data(section: &Section<typed::Data>, whole_file: &Place) -> Result<Data, Reci
         max_tokens: checked(&fields.max_tokens, 4096, |tokens| *tokens >= 2, one_to_learn_from)?,
         holdout: checked(&fields.holdout, 0.01, |part| (0.0..1.0).contains(part), "must be at least 0 and less than 1")?,
         limit: optional_count(&fields.limit)?,
+        max_rejected: fraction(&fields.max_rejected, 1.0)?,
+        truncated: choice(&fields.truncated, Truncated::Keep, &[("keep", Truncated::Keep), ("drop", Truncated::Drop)])?,
     })
 }
 

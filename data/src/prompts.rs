@@ -62,8 +62,10 @@ pub struct Rejected {
 pub struct Prompts {
     pub requests: Vec<Request>,
     pub rejected: Vec<Rejected>,
-    /// Lines that were not blank; equals `requests.len() + rejected.len()`.
+    /// Rows that were not blank; equals `requests.len() + rejected.len()`.
     pub rows_read: usize,
+    /// The same of each file, in the order in which they were read.
+    pub rows_by_file: Vec<(String, usize)>,
     /// Requests whose id had been taken by an earlier one; they got `#2`, `#3` and so on appended.
     pub duplicate_ids: usize,
 }
@@ -106,7 +108,9 @@ pub fn read(paths: &[PathBuf]) -> Result<Prompts, PromptError> {
 
 fn read_file(path: &Path, prompts: &mut Prompts) -> Result<(), PromptError> {
     let rows = read_rows(path, row::parse)?;
-    prompts.rows_read += rows.used.len() + rows.rejected.len();
+    let count = rows.used.len() + rows.rejected.len();
+    prompts.rows_read += count;
+    prompts.rows_by_file.push((path.display().to_string(), count));
     for (line, row) in rows.used {
         let id = row.id.clone().unwrap_or_else(|| content_hash(&row.messages, row.tools.as_ref()));
         prompts.requests.push(request(path, line, id, row));

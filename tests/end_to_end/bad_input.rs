@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 use super::{drafthorse, root, stderr, tiny};
 
@@ -127,6 +128,26 @@ fn a_prompt_file_without_a_prompt_is_an_error_and_bad_rows_are_counted() {
     lines.insert(9, "[1, 2]");
     lines.insert(12, "{\"messages\": [{\"role\": \"user\", \"content\": \"\"}]}");
     fs::write(&prompts, lines.join("\n")).unwrap();
+    let (code, message) = fails(folder.path(), Path::new("recipe.toml"), &["data.max_rejected=0.1"]);
+    assert_eq!(code, 1, "{message}");
+    assert!(message.contains("3 of 27 prompts are rejected, more than `data.max_rejected` = 0.1 allows"), "{message}");
+    // Another file is packed, an array, and has one row that is no prompt; a limit leaves rows of both.
+    let rows: Vec<String> = lines[..5].iter().map(|line| line.to_string()).chain(["7".to_string()]).collect();
+    fs::write(folder.path().join("more.json"), format!("[{}]", rows.join(",\n"))).unwrap();
+    assert!(Command::new("gzip").arg(folder.path().join("more.json")).status().unwrap().success());
+    let both = ["--set", "data.prompts=[\"prompts.jsonl\", \"more.json.gz\"]", "--set", "data.limit=20", "--set", "name=both"];
+    let output = drafthorse(folder.path(), &[&["regenerate", "recipe.toml"], &both[..]].concat()).output().unwrap();
+    let said = stderr(&output);
+    assert!(output.status.success() && said.contains("33 prompts: 20 to answer, 4 rejected"), "{said}");
+    assert!(said.contains("more.json.gz: 6 rows, ") && said.contains("first in line 6 of "), "{said}");
+    let manifest = fs::read_to_string(folder.path().join("runs/both/responses").join(data::manifest::FILE_NAME)).unwrap();
+    let manifest: serde_json::Value = serde_json::from_str(&manifest).unwrap();
+    let total = |key: &str| {
+        let sources = manifest["results"]["sources"].as_array().unwrap();
+        sources.iter().map(|source| source[key].as_u64().unwrap()).sum::<u64>()
+    };
+    assert_eq!(["read", "used", "rejected", "left_out_by_limit"].map(total), [33, 20, 4, 9]);
+
     let output = drafthorse(folder.path(), &["regenerate", "recipe.toml"]).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(stderr(&output).contains("27 prompts: 24 to answer, 3 rejected"), "{}", stderr(&output));
