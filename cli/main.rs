@@ -7,6 +7,7 @@ mod check;
 mod compare;
 mod folder;
 mod generate;
+mod inspect;
 mod launch;
 mod models;
 mod progress;
@@ -86,6 +87,8 @@ enum Command {
     /// Every checkpoint of every run and score named gets a line for each benchmark and decoder: τ, tokens per second, speedup, hit rate,
     /// and whether its output is the target's. Below stands how far it is from the first, prompt by prompt.
     Compare(compare::CompareArgs),
+    /// Print responses in words: how many and how long, and some of them with what training supervises marked.
+    Inspect(inspect::InspectArgs),
     /// Start one process for each device, which then train together.
     Launch(launch::LaunchArgs),
 }
@@ -176,6 +179,10 @@ fn dispatch(command: &Command, progress: &Progress, stop: &AtomicBool) -> anyhow
         Command::Generate(args) => return generate::generate(args, progress, stop),
         Command::Compare(args) => {
             compare::compare(args)?;
+            Status::Done
+        }
+        Command::Inspect(args) => {
+            inspect::inspect(args)?;
             Status::Done
         }
         Command::Launch(args) => {
