@@ -3,6 +3,7 @@
 
 pub mod benchmarks;
 pub mod chat;
+pub mod engine;
 pub mod files;
 pub mod gguf;
 pub mod manifest;
