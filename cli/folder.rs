@@ -144,6 +144,7 @@ pub(crate) fn inputs(recipe: &Recipe, stage: Stage, run: &RunFolder) -> anyhow::
             if recipe.prune.stop == Stop::Speed {
                 take("evaluate", &["evaluate.benchmarks", "evaluate.benchmark_folder", "evaluate.every", "evaluate.hardware"]);
                 take("devices", &["devices.timeout"]);
+                take("target", &["target.model"]);
             }
         }
         Stage::Evaluate => {
@@ -178,6 +179,9 @@ pub(crate) fn inputs(recipe: &Recipe, stage: Stage, run: &RunFolder) -> anyhow::
                 let rows = file_hash(&benchmark.path)?;
                 inputs.insert(format!("evaluate.benchmarks {}", benchmark.name), rows + form.as_deref().unwrap_or_default());
             }
+        }
+        Stage::Prune if recipe.prune.stop == Stop::Speed => {
+            inputs.insert("target.model".to_string(), model_identity(&recipe.target.model)?);
         }
         Stage::Prune => {}
     }
@@ -259,4 +263,39 @@ pub(crate) fn name_of(path: &Path) -> String {
 pub(crate) fn is_complete(folder: &Path) -> bool {
     folder.join(FILE_NAME).exists()
         && Manifest::read(folder).is_ok_and(|manifest| manifest.is_some_and(|manifest| manifest.complete))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    /// What the results of pruning depend on, with a target of these weights.
+    fn inputs_of_pruning(folder: &Path, weights: &str, settings: &[&str]) -> BTreeMap<String, String> {
+        let model = folder.join("target");
+        fs::create_dir_all(&model).unwrap();
+        fs::write(model.join("model.safetensors"), weights).unwrap();
+        let recipe = folder.join("recipe.toml");
+        fs::write(
+            &recipe,
+            "name = \"n\"\n[target]\nmodel = \"./target\"\n[drafter]\nkind = \"d3d\"\ninit = \"./target\"\nblock_size = 4\n\
+             mask_token = 23\n[data]\nprompts = [\"recipe.toml\"]\n[train]\nsteps = 5\nbatch_responses = 4\n",
+        )
+        .unwrap();
+        let settings: Vec<String> = settings.iter().map(|setting| (*setting).to_string()).collect();
+        let recipe = configs::load(&recipe, &settings).unwrap();
+        let run = RunFolder { path: folder.join("run"), _lock: None };
+        inputs(&recipe, Stage::Prune, &run).unwrap()
+    }
+
+    #[test]
+    fn pruning_depends_on_the_target_where_it_stops_by_speed() {
+        let folder = tempfile::tempdir().unwrap();
+        let of = |weights: &str, settings: &[&str]| inputs_of_pruning(folder.path(), weights, settings);
+        let (by_speed, dtype) = ("prune.stop=speed", "target.dtype=bf16");
+        assert_eq!(of("one", &["target.dtype=f32"]), of("another", &[dtype]), "τ needs no target");
+        assert_ne!(of("one", &[by_speed]), of("another", &[by_speed]));
+        assert_ne!(of("one", &[by_speed, "target.dtype=f32"]), of("one", &[by_speed, dtype]));
+        assert_eq!(of("one", &[by_speed]), of("one", &[by_speed]));
+    }
 }
