@@ -10,10 +10,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 use trainer::objective::log_probability;
 
-use crate::search::{Blocks, Run};
-
-/// Rows whose logits are there at once.
-const CHUNK_ROWS: i64 = 256;
+use crate::search::{Blocks, CHUNK_ROWS, Run};
 
 /// What some responses say of every layer: the lower, the better it can be spared.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -19,6 +19,9 @@ use crate::ledger::TauLoss;
 /// Responses that go through the drafter together.
 const BATCH: usize = 8;
 
+/// Rows whose logits are there at once.
+pub(crate) const CHUNK_ROWS: i64 = 256;
+
 /// The held-out blocks that every candidate drafts.
 pub struct Blocks {
     batches: Vec<Prepared>,
@@ -256,7 +259,11 @@ impl<'a> Run<'a> {
         // The last draft of `next` is a guess of the bonus token, which is not verified.
         let rows: Vec<_> = self.prepared.batch.diffusion.iter().filter(|row| row.draft < verified).collect();
         let row_r = torch::index_tensor(&rows.iter().map(|row| row.row).collect::<Vec<_>>(), hidden_td.device());
-        let best = torch::to_ids(&self.model.logits(&hidden_td.index_select(0, &row_r)).argmax(-1, false));
+        let kept_rd = hidden_td.index_select(0, &row_r);
+        let best = kept_rd.split(CHUNK_ROWS, 0).into_iter().flat_map(|rows_rd| {
+            // The logits of a large vocabulary take more room than all hidden states.
+            torch::to_ids(&self.model.logits(&rows_rd).argmax(-1, false))
+        });
         // Rows come block by block, drafts ascending: a block begins at draft 0 and every block has one.
         let mut accepted: Vec<usize> = Vec::with_capacity(self.prepared.left.len());
         for (row, best) in rows.iter().zip(best) {
