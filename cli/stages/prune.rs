@@ -1,18 +1,19 @@
 //! Layers go, the least harmful first; the drafter recovers after each.
 
+mod metrics;
 mod speed;
 
 use configs::{Criterion, Stop};
 use model::checkpoint;
-use pruner::ledger::{Swapped, TauLoss};
-use pruner::pruning::{self, Progress, Settings, layers_name, recovery_name};
-use pruner::swapping::{swap_recovery_name, swapped_name};
+use pruner::ledger::{Ledger, Swapped, TauLoss};
+use pruner::pruning::{self, Progress, Settings, layers};
+use pruner::swapping::swapped_name;
 use serde_json::{Map, json};
 use trainer::objective::Distillation;
-use trainer::saving::{resumed_step, step_name};
+use trainer::saving::step_name;
 use trainer::training::{Ending, Plan};
 
-use super::train::{describe, plan, responses, rewind_metrics, sinks};
+use super::train::{describe, metrics_path, plan, responses, sinks};
 use super::{Context, Stage, Status};
 use crate::models;
 
@@ -21,6 +22,8 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
     let recipe = context.recipe;
     let trained = context.run.path.join(Stage::Train.folder()).join(checkpoint::LATEST);
     context.write_manifest(Stage::Prune, false, Map::new())?;
+    let ledger = Ledger::open(&context.folder.join("ledger.jsonl"))?;
+    metrics::rewind(&metrics_path(context), &context.folder, &ledger)?;
     let file = checkpoint::load_drafter_file(&trained)?;
     let remove = models::layers_to_remove(recipe, file.layers);
     if remove == 0 {
@@ -46,7 +49,10 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
     };
     let held_out = &responses.held_out[..responses.held_out.len().min(prune.responses)];
     let speed = match prune.stop {
-        Stop::Speed => Some(speed::model(context, &teacher, held_out, remove)?),
+        Stop::Speed => match speed::model(context, &teacher, held_out, remove, &ledger)? {
+            Some(model) => Some(model),
+            None => return Ok(Status::Interrupted),
+        },
         Stop::Tau => None,
     };
     let settings = Settings {
@@ -73,13 +79,6 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
         ids: &responses.ids,
         held_out,
     };
-    // The recovery under way says from which step its metrics go on; those of finished ones stay, those of an earlier start go.
-    let depths = teacher.layers.len() - remove..teacher.layers.len();
-    let recoveries =
-        depths.flat_map(|depth| [(layers_name(depth), recovery_name(depth)), (swapped_name(depth), swap_recovery_name(depth))]);
-    for (_, name) in recoveries.filter(|(checkpoint, _)| !context.folder.join(checkpoint).exists()) {
-        rewind_metrics(context, &name, resumed_step(&context.folder.join(&name))?)?;
-    }
     let mut sinks = sinks(context)?;
 
     let measuring = context.progress.bar("layers", teacher.layers.len());
@@ -98,16 +97,17 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
         Progress::Searched { depth, losses, cost, seconds } => {
             let least = losses.iter().map(|loss| loss.tau_loss).fold(f64::INFINITY, f64::min);
             measuring.note(&format!(
-                "{:>12} {depth} layers measured in {seconds:.0} s: without one of them τ falls by {least:.3} or more; {:.0} % of a plain \
-                 search's token-layers",
+                "{:>12} {} measured in {seconds:.0} s: without the one that can best be spared τ {}; {:.0} % of a plain search's token-layers",
                 "prune",
+                layers(depth),
+                falls(least),
                 100.0 * cost.token_layers as f64 / cost.plain_token_layers.max(1) as f64
             ));
         }
         Progress::Replayed { losses } => {
             for (drawn, exact) in losses {
                 measuring.note(&format!(
-                    "{:>12} without layer {} of {}: τ falls by {} on blocks drawn at random, by {} in exact replay",
+                    "{:>12} without layer {} of {}: τ {} on blocks drawn at random, {} in exact replay",
                     "prune",
                     drawn.layer,
                     drawn.depth,
@@ -123,27 +123,30 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
                 Criterion::LanguageModelLoss => "the loss as a language model rises by",
                 _ => "layers turn their input by",
             };
-            measuring.note(&format!("{:>12} {} layers weighed: {what} {lowest:.4} to {highest:.4}", "prune", scores.len()));
+            let weighed = layers(scores.len());
+            measuring.note(&format!("{:>12} {weighed} weighed: {what} {lowest:.4} to {highest:.4}", "prune"));
         }
         Progress::Removed { original_layer, depth, tau_before, tau_after } => {
             measuring.note(&format!(
-                "{:>12} layer {original_layer} removed, {depth} layers left: τ {tau_before:.2} before, {tau_after:.2} after",
-                "prune"
+                "{:>12} layer {original_layer} removed, {} left: τ {tau_before:.2} before, {tau_after:.2} after",
+                "prune",
+                layers(depth)
             ));
         }
         Progress::Recovering(step) => recovering.set(step.step as usize, &describe(step)),
         Progress::Recovered { depth, tau, tau_unpruned, keeps_tau } => recovering.note(&format!(
-            "{:>12} {depth} layers recovered to τ {tau:.2}, {:.1} % of the unpruned drafter's {tau_unpruned:.2}{}",
+            "{:>12} {} recovered to τ {tau:.2}, {:.1} % of the unpruned drafter's {tau_unpruned:.2}{}",
             "prune",
+            layers(depth),
             100.0 * tau / tau_unpruned,
             if keeps_tau { "" } else { ": less than `prune.keep_tau`, so pruning ends here" }
         )),
         Progress::Predicted { predicted, before } => {
             let slower = before.is_some_and(|before| predicted.tokens_per_second <= before.tokens_per_second);
             recovering.note(&format!(
-                "{:>12} {} layers: {:.2} tokens/s predicted from τ {:.2} and a hit rate of {:.0} %{}",
+                "{:>12} {}: {:.2} tokens/s predicted from τ {:.2} and a hit rate of {:.0} %{}",
                 "prune",
-                predicted.depth,
+                layers(predicted.depth),
                 predicted.tokens_per_second,
                 predicted.tau,
                 100.0 * predicted.hit_rate,
@@ -151,9 +154,10 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
             ));
         }
         Progress::SwapMeasured(swap) => recovering.note(&format!(
-            "{:>12} with layer {} back, layer {} can best be spared: τ {:.2} before recovery",
+            "{:>12} with layer {} back, layer {} can best be spared: τ {:.2} on blocks drawn at random, before recovery",
             "prune", swap.put_back, swap.take_out, swap.tau
         )),
+        Progress::SwapSkipped => recovering.note(&format!("{:>12} no removal was kept, so there is nothing to swap", "prune")),
         Progress::Swapped(swapped) => recovering.note(&format!("{:>12} {}", "prune", in_words(swapped))),
     };
     let ending = pruning::prune(&pruning, &settings, &mut sinks, &mut show, context.stop)?;
@@ -176,9 +180,15 @@ fn in_words(swapped: &Swapped) -> String {
     format!("layer {put_back} back and layer {take_out} out: τ {tau:.2} after recovery, {tau_before:.2} without the swap{ending}")
 }
 
-/// A loss and its interval.
+/// What τ does when it loses so much.
+fn falls(tau_loss: f64) -> String {
+    if tau_loss < 0.0 { format!("rises by {:.3}", -tau_loss) } else { format!("falls by {tau_loss:.3}") }
+}
+
+/// The same with the interval, which is turned round with the loss.
 fn with_interval(loss: &TauLoss) -> String {
-    format!("{:.3} ({:.3} to {:.3})", loss.tau_loss, loss.low, loss.high)
+    let (low, high) = if loss.tau_loss < 0.0 { (-loss.high, -loss.low) } else { (loss.low, loss.high) };
+    format!("{} ({low:.3} to {high:.3})", falls(loss.tau_loss))
 }
 
 /// The names of the pruned checkpoints, deepest first.
@@ -189,4 +199,28 @@ pub(super) fn pruned_checkpoints(context: &Context<'_>) -> Vec<String> {
     let depth = |name: &str| name.split('-').nth(1).and_then(|depth| depth.parse::<usize>().ok()).unwrap_or(0);
     names.sort_by_key(|name| (std::cmp::Reverse(depth(name)), name.clone()));
     names
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_loss_below_zero_is_told_as_a_rise() {
+        let loss = |tau_loss, low, high| {
+            with_interval(&TauLoss {
+                depth: 4,
+                layer: 1,
+                tau_with: 2.0,
+                tau_without: 2.0 - tau_loss,
+                tau_loss,
+                low,
+                high,
+                blocks: 9,
+            })
+        };
+        assert_eq!(loss(0.25, -0.125, 0.5), "falls by 0.250 (-0.125 to 0.500)");
+        assert_eq!(loss(-0.062, -0.25, 0.125), "rises by 0.062 (-0.125 to 0.250)");
+        assert_eq!(loss(0.0, 0.0, 0.0), "falls by 0.000 (0.000 to 0.000)");
+    }
 }

@@ -121,12 +121,13 @@ pub(super) fn sinks(context: &Context<'_>) -> anyhow::Result<Sinks> {
 }
 
 /// Drops what the metrics hold of `stage` after `step`: it is done again.
-pub(super) fn rewind_metrics(context: &Context<'_>, stage: &str, step: u64) -> anyhow::Result<()> {
+fn rewind_metrics(context: &Context<'_>, stage: &str, step: u64) -> anyhow::Result<()> {
     let path = metrics_path(context);
     JsonLines::rewind(&path, stage, step).with_context(|| format!("cannot write `{}`", path.display()))
 }
 
-fn metrics_path(context: &Context<'_>) -> PathBuf {
+/// Where the run's metrics are.
+pub(super) fn metrics_path(context: &Context<'_>) -> PathBuf {
     context.run.path.join(Stage::Train.folder()).join("metrics.jsonl")
 }
 

@@ -4,6 +4,7 @@
 //! outcome. So the budget of a round is best given as time, and its number of blocks found on the machine that decodes.
 
 use std::fmt::{Display, Formatter};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use configs::Budget;
@@ -60,13 +61,14 @@ pub(crate) const RUNS: usize = 5;
 /// measured against nothing: `None`.
 ///
 /// # Errors
-/// Models that do not fit together, and what libtorch refuses, such as a lack of memory.
+/// Models that do not fit together, what libtorch refuses, such as a lack of memory, and [`DecodeError::Stopped`] when `stop` was set.
 pub fn resolve(
     target: &Transformer,
     drafter: &Drafter,
     budget: &Budget,
     settings: &Settings,
     context: usize,
+    stop: &AtomicBool,
 ) -> Result<Option<Resolved>, DecodeError> {
     let limit = match budget {
         Budget::Blocks(_) => return Ok(None),
@@ -74,7 +76,7 @@ pub fn resolve(
         Budget::Milliseconds(milliseconds) => Some(milliseconds / 1e3),
     };
     check_drafter(target, drafter)?;
-    let measured = measure(target, drafter, settings, context, limit)?;
+    let measured = measure(target, drafter, settings, context, limit, stop)?;
     let limit = match limit {
         Some(limit) => limit,
         None if measured.shared_device => 0.0,
@@ -90,14 +92,15 @@ fn measure(
     settings: &Settings,
     context: usize,
     limit: Option<f64>,
+    stop: &AtomicBool,
 ) -> Result<Measured, DecodeError> {
     let _no_grad = tch::no_grad_guard();
     let shares = Shares::take();
-    let verify_seconds = median_seconds(verification(target, drafter, settings, context)?)?;
+    let verify_seconds = median_seconds(verification(target, drafter, settings, context)?, stop)?;
     torch::set_num_threads(shares.drafter);
     let mut packs = Vec::new();
     for blocks in PACKS {
-        let seconds = median_seconds(pack(drafter, settings, context, blocks)?)?;
+        let seconds = median_seconds(pack(drafter, settings, context, blocks)?, stop)?;
         packs.push(PackTime { blocks, seconds });
         if seconds > limit.unwrap_or(verify_seconds) {
             break;
@@ -165,14 +168,17 @@ pub(crate) fn pack<'a>(
 /// Tokens that a fan-out may ask a slot for.
 const RANKED: usize = 16;
 
-fn median_seconds(mut work: impl FnMut() -> Result<(), DecodeError>) -> Result<f64, DecodeError> {
+fn median_seconds(mut work: impl FnMut() -> Result<(), DecodeError>, stop: &AtomicBool) -> Result<f64, DecodeError> {
     work()?;
-    let seconds: Result<Vec<f64>, DecodeError> = (0..RUNS).map(|_| seconds(&mut work)).collect();
+    let seconds: Result<Vec<f64>, DecodeError> = (0..RUNS).map(|_| seconds(&mut work, stop)).collect();
     Ok(median(seconds?))
 }
 
-/// What one run of it takes.
-pub(crate) fn seconds(work: &mut impl FnMut() -> Result<(), DecodeError>) -> Result<f64, DecodeError> {
+/// What one run of it takes; none is begun once `stop` is set.
+pub(crate) fn seconds(work: &mut impl FnMut() -> Result<(), DecodeError>, stop: &AtomicBool) -> Result<f64, DecodeError> {
+    if stop.load(Ordering::Relaxed) {
+        return Err(DecodeError::Stopped);
+    }
     let start = Instant::now();
     work()?;
     Ok(start.elapsed().as_secs_f64())

@@ -4,6 +4,9 @@
 //! A round takes the longer of verification and pack and, where no draft was ready, a draft after both; each text commits τ tokens in it.
 //! Depths are timed by turns, so that a machine that is slower for a while is so for all of them.
 
+use std::collections::BTreeSet;
+use std::sync::atomic::AtomicBool;
+
 use model::Transformer;
 use serde::{Deserialize, Serialize};
 
@@ -53,12 +56,13 @@ impl RoundTimes {
 /// Times drafters, each with as many continuations as it would draft ahead, beside `target`.
 ///
 /// # Errors
-/// Models that do not fit together, and what libtorch refuses, such as a lack of memory.
+/// Models that do not fit together, what libtorch refuses, such as a lack of memory, and [`DecodeError::Stopped`] when `stop` was set.
 pub fn round_times(
     target: &Transformer,
     drafters: &[(Drafter, usize)],
     settings: &Settings,
     context: usize,
+    stop: &AtomicBool,
 ) -> Result<RoundTimes, DecodeError> {
     let _no_grad = tch::no_grad_guard();
     let (texts, shares) = (settings.concurrency.max(1), Shares::take());
@@ -68,21 +72,17 @@ pub fn round_times(
         let mut verify = verification(target, drafter, settings, context)?;
         verify()?;
         for _ in 0..RUNS {
-            of_verification.push(seconds(&mut verify)?);
+            of_verification.push(seconds(&mut verify, stop)?);
         }
     }
     torch::set_num_threads(shares.drafter);
     let mut taken: Vec<[Vec<f64>; 2]> = vec![[Vec::new(), Vec::new()]; drafters.len()];
-    for turn in 0..=RUNS {
+    for _ in 0..RUNS {
         for ((drafter, blocks), taken) in drafters.iter().zip(&mut taken) {
             for (blocks, taken) in [*blocks, 1].into_iter().zip(taken) {
                 // Caches of all depths at once might not fit; making one anew is not timed.
-                let mut forward = pack(drafter, settings, context, blocks)?;
-                let seconds = if blocks == 0 { 0.0 } else { seconds(&mut forward)? };
-                // The first turn is to warm up.
-                if turn > 0 {
-                    taken.push(seconds);
-                }
+                let forward = pack(drafter, settings, context, blocks)?;
+                taken.push(if blocks == 0 { 0.0 } else { seconds_when_warm(forward, stop)? });
             }
         }
     }
@@ -97,13 +97,88 @@ pub fn round_times(
         context,
         verify_seconds: median(of_verification),
         shared_device: drafters.first().is_some_and(|(drafter, _)| share_device(target, drafter)),
-        drafters: drafters.iter().zip(taken).map(times).collect(),
+        drafters: never_slower_with_fewer_layers(drafters.iter().zip(taken).map(times).collect()),
     })
+}
+
+/// What a forward takes over a cache whose memory has been touched: the first one over a new cache pays for its pages, decoding does not.
+fn seconds_when_warm(mut forward: impl FnMut() -> Result<(), DecodeError>, stop: &AtomicBool) -> Result<f64, DecodeError> {
+    seconds(&mut forward, stop)?;
+    seconds(&mut forward, stop)
+}
+
+/// The nearest times by which no drafter is slower than a deeper one at the same work. It cannot be: it runs some of the same layers. Where
+/// it was measured so, the machine was disturbed, and pruning would end by speed for that alone. Packs of other numbers of blocks are other
+/// work and are not compared.
+fn never_slower_with_fewer_layers(mut drafters: Vec<DrafterTimes>) -> Vec<DrafterTimes> {
+    let mut by_depth: Vec<usize> = (0..drafters.len()).collect();
+    by_depth.sort_by_key(|&index| drafters[index].layers);
+    let measured: Vec<f64> = by_depth.iter().map(|&index| drafters[index].draft_seconds).collect();
+    for (&index, seconds) in by_depth.iter().zip(ascending(&measured)) {
+        drafters[index].draft_seconds = seconds;
+    }
+    let sizes: BTreeSet<usize> = drafters.iter().map(|drafter| drafter.blocks).collect();
+    for blocks in sizes {
+        let of_size: Vec<usize> = by_depth.iter().copied().filter(|&index| drafters[index].blocks == blocks).collect();
+        let measured: Vec<f64> = of_size.iter().map(|&index| drafters[index].pack_seconds).collect();
+        for (&index, seconds) in of_size.iter().zip(ascending(&measured)) {
+            drafters[index].pack_seconds = seconds;
+        }
+    }
+    drafters
+}
+
+/// The nearest values, by least squares, that never fall: neighbours that do are put together at their mean.
+fn ascending(values: &[f64]) -> Vec<f64> {
+    let mut groups: Vec<(f64, usize)> = Vec::with_capacity(values.len());
+    for &value in values {
+        groups.push((value, 1));
+        while let [.., (before, many), (after, more)] = groups[..]
+            && before > after
+        {
+            let all = many + more;
+            groups.truncate(groups.len() - 2);
+            groups.push(((before * many as f64 + after * more as f64) / all as f64, all));
+        }
+    }
+    groups.into_iter().flat_map(|(value, count)| std::iter::repeat_n(value, count)).collect()
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+
+    #[test]
+    fn a_shallower_drafter_is_never_slower_at_the_same_work() {
+        let drafter = |layers, blocks, pack_seconds, draft_seconds| DrafterTimes { layers, blocks, pack_seconds, draft_seconds };
+        // In any order; a pack of 3 with 2 layers was measured slower than with 3, drafts with 1 layer slower than with 2 and 3.
+        let measured = vec![drafter(2, 3, 0.5, 0.1), drafter(4, 3, 0.6, 0.3), drafter(3, 3, 0.3, 0.2), drafter(1, 9, 0.9, 0.6)];
+        let found = never_slower_with_fewer_layers(measured);
+        let expected = [drafter(2, 3, 0.4, 0.3), drafter(4, 3, 0.6, 0.3), drafter(3, 3, 0.4, 0.3), drafter(1, 9, 0.9, 0.3)];
+        for (found, expected) in found.iter().zip(&expected) {
+            assert_eq!((found.layers, found.blocks), (expected.layers, expected.blocks));
+            let off = (found.pack_seconds - expected.pack_seconds).abs() + (found.draft_seconds - expected.draft_seconds).abs();
+            assert!(off < 1e-9, "{found:?} is not {expected:?}");
+        }
+        assert_eq!(never_slower_with_fewer_layers(expected.to_vec()), expected, "what rises stays as it was measured");
+    }
+
+    #[test]
+    fn the_first_forward_over_a_cache_does_not_count_and_none_begins_after_a_stop() {
+        let (mut forwards, stop) = (0, AtomicBool::new(false));
+        let slow_at_first = || {
+            forwards += 1;
+            std::thread::sleep(Duration::from_millis(if forwards == 1 { 400 } else { 0 }));
+            Ok(())
+        };
+        let taken = seconds_when_warm(slow_at_first, &stop);
+        assert!(taken.as_ref().is_ok_and(|&seconds| seconds < 0.2), "{taken:?}");
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        let stopped = seconds_when_warm(|| panic!("a forward after the stop"), &stop);
+        assert!(matches!(stopped, Err(DecodeError::Stopped)), "{stopped:?}");
+    }
 
     #[test]
     fn a_round_is_the_longer_of_both_and_a_draft_where_none_was_ready() {

@@ -11,7 +11,7 @@ use evaluator::round_times::RoundTimes;
 use serde::{Deserialize, Serialize};
 
 use crate::criteria::Weighed;
-use crate::pruning::PruneError;
+use crate::pruning::{PruneError, cannot_write};
 use crate::search::{Cost, Counted, Part};
 
 /// One line of the ledger.
@@ -51,6 +51,9 @@ pub enum Event {
         tau_unpruned: f64,
         /// Whether that is enough to go on from.
         kept: bool,
+        /// Why no layer goes after it, where none does. Ledgers that older versions wrote do not say.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        end: Option<End>,
     },
     /// What the rounds of decoding take with drafters of several depths, where pruning stops by speed. The last such line counts.
     Timed(RoundTimes),
@@ -60,6 +63,20 @@ pub enum Event {
     SwapMeasured(Swap),
     /// What the best of them gave after recovery.
     Swapped(Swapped),
+}
+
+/// Why pruning ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum End {
+    /// τ after recovery is below `prune.keep_tau` of the unpruned drafter's.
+    Tau,
+    /// The predicted speed no longer rises.
+    Speed,
+    /// As many layers went as were asked for.
+    Asked,
+    /// No more layers are left than have to stay.
+    MinLayers,
 }
 
 /// The predicted speed of a drafter of `depth` layers.
@@ -155,23 +172,27 @@ pub struct Ledger {
 
 impl Ledger {
     /// Reads the ledger, which may not exist yet; a last line that a killed process left half-written is dropped.
-    pub fn open(path: &Path) -> io::Result<Self> {
+    ///
+    /// # Errors
+    /// It cannot be read, or a line of it is no event.
+    pub fn open(path: &Path) -> Result<Self, PruneError> {
         let text = match fs::read_to_string(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
-            text => text?,
+            text => text.map_err(|source| PruneError::Read { path: path.to_path_buf(), source })?,
         };
         // A last line without its end was cut off, even where what is there parses.
         let whole = text.rfind('\n').map_or("", |end| &text[..=end]);
         if whole.len() < text.len() {
-            data::files::write_atomically(path, whole.as_bytes())?;
+            data::files::write_atomically(path, whole.as_bytes()).map_err(cannot_write(path))?;
         }
         let mut events = Vec::new();
         for (number, line) in whole.lines().enumerate() {
-            events.push(serde_json::from_str(line).map_err(|error| {
-                let message =
-                    format!("`{}` line {}: {error}; remove the prune folder to start again", path.display(), number + 1);
-                io::Error::new(io::ErrorKind::InvalidData, message)
-            })?);
+            let event = serde_json::from_str(line).map_err(|source| PruneError::Line {
+                path: path.to_path_buf(),
+                line: number + 1,
+                source,
+            })?;
+            events.push(event);
         }
         Ok(Self { path: path.to_path_buf(), events })
     }
@@ -179,6 +200,11 @@ impl Ledger {
     /// What to say when an event could not be appended.
     pub(crate) fn cannot_write(&self, source: io::Error) -> PruneError {
         PruneError::Write { path: self.path.clone(), source }
+    }
+
+    /// What to say of a ledger whose lines contradict each other or what lies beside them.
+    pub(crate) fn contradicts(&self, problem: String) -> PruneError {
+        PruneError::Contradiction { path: self.path.clone(), problem }
     }
 
     /// Appends an event.
@@ -312,6 +338,29 @@ mod tests {
         let path = folder.path().join("ledger.jsonl");
         fs::write(&path, "nonsense\n{\"event\":\"tau_loss\"}\n").unwrap();
         let message = Ledger::open(&path).map(|_| ()).unwrap_err().to_string();
-        assert!(message.contains("line 1"), "{message}");
+        assert!(message.contains("line 1") && !message.contains("cannot write"), "{message}");
+        assert_eq!(message.matches("ledger.jsonl").count(), 1, "{message}");
+    }
+
+    #[test]
+    fn a_ledger_that_cannot_be_read_says_so() {
+        let folder = tempfile::tempdir().unwrap();
+        let message = Ledger::open(folder.path()).map(|_| ()).unwrap_err().to_string();
+        assert!(message.starts_with("cannot read `"), "{message}");
+    }
+
+    #[test]
+    fn a_recovery_that_does_not_say_why_pruning_ended_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("ledger.jsonl");
+        let older = r#"{"event":"recovered","depth":3,"steps":5,"tau":2.0,"tau_unpruned":2.5,"kept":true}"#;
+        fs::write(&path, format!("{older}\n")).unwrap();
+        let mut ledger = Ledger::open(&path).unwrap();
+        assert_eq!(ledger.recovered(3), Some((2.0, true)));
+        let end = Some(End::MinLayers);
+        ledger.push(Event::Recovered { depth: 2, steps: 5, tau: 1.5, tau_unpruned: 2.5, kept: true, end }).unwrap();
+        let text = fs::read_to_string(&path).unwrap();
+        assert!(text.starts_with(&format!("{older}\n")) && text.ends_with("\"end\":\"min_layers\"}\n"), "{text}");
+        assert_eq!(Ledger::open(&path).unwrap().events, ledger.events);
     }
 }

@@ -10,7 +10,7 @@ pub mod choosing;
 pub mod criteria;
 pub mod ledger;
 pub mod pruning;
-mod recovery;
+pub mod recovery;
 pub mod search;
 pub mod speed;
 pub mod swapping;

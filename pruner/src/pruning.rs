@@ -19,7 +19,7 @@ use trainer::training::{Ending, Plan, TrainError, drafter_of};
 use trainer::watching::StepReport;
 
 use crate::choosing::{Choice, REPLAY_LANES, choose};
-use crate::ledger::{Begun, Event, Ledger, Predicted, Swap, Swapped, TauLoss};
+use crate::ledger::{Begun, End, Event, Ledger, Predicted, Swap, Swapped, TauLoss};
 use crate::recovery::{Recovery, clear, recover};
 use crate::search::{Blocks, Cost};
 use crate::speed::SpeedModel;
@@ -106,6 +106,8 @@ pub enum Progress<'a> {
     },
     SwapMeasured(&'a Swap),
     Swapped(&'a Swapped),
+    /// A swap was asked for, but there is nothing to swap in: no removal was kept.
+    SwapSkipped,
 }
 
 /// τ of a drafter by replay of the held-out responses, pooled.
@@ -115,13 +117,19 @@ pub(crate) type Tau<'a> = dyn Fn(&Transformer) -> Result<f64, DecodeError> + 'a;
 #[derive(Debug, thiserror::Error)]
 pub enum PruneError {
     #[error(
-        "`prune.remove` asks for {remove} layers, but the drafter has {depth} and `prune.min_layers` is {min_layers}; remove fewer"
+        "`prune.remove` asks for {}, but the drafter has {depth} and `prune.min_layers` is {min_layers}; remove fewer", layers(*remove)
     )]
     TooMany { remove: usize, depth: usize, min_layers: usize },
     #[error("no held-out response to measure τ on; raise `data.holdout` or give more prompts")]
     NoHoldout,
     #[error("`{path}` is of another pruning; {differences}. Remove the folder to start again, or run with --restart prune")]
     OtherLedger { path: PathBuf, differences: String },
+    #[error("`{path}` line {line}: {source}; remove the folder to start again, or run with --restart prune")]
+    Line { path: PathBuf, line: usize, source: serde_json::Error },
+    #[error("`{path}` cannot be gone on from: {problem}. Remove the folder to start again, or run with --restart prune")]
+    Contradiction { path: PathBuf, problem: String },
+    #[error("cannot read `{path}`: {source}")]
+    Read { path: PathBuf, source: io::Error },
     #[error("cannot write `{path}`: {source}")]
     Write { path: PathBuf, source: io::Error },
     #[error(transparent)]
@@ -132,6 +140,11 @@ pub enum PruneError {
     Decode(#[from] DecodeError),
     #[error(transparent)]
     Torch(#[from] TorchError),
+}
+
+/// So many layers, in words.
+pub fn layers(count: usize) -> String {
+    if count == 1 { "1 layer".to_string() } else { format!("{count} layers") }
 }
 
 /// The folder name of a pruned checkpoint.
@@ -221,7 +234,11 @@ pub fn prune(
     let mut pruned = None;
     for depth in (unpruned - settings.remove..unpruned).rev() {
         let original_layer = match ledger.removed(depth) {
-            Some(original_layer) => original_layer,
+            Some(original_layer) if alive.contains(&original_layer) => original_layer,
+            Some(gone) => {
+                let has = format!("the drafter of {} has only {alive:?} of the unpruned one", layers(depth + 1));
+                return Err(ledger.contradicts(format!("layer {gone} was removed to leave {}, but {has}", layers(depth))));
+            }
             None => {
                 let choice = Choice { current: &current, settings, blocks: &blocks, held_out: context.held_out, stop };
                 let Some(layer) = choose(&choice, &mut ledger, progress)? else { return Ok(Ending::Stopped { step: 0 }) };
@@ -241,51 +258,92 @@ pub fn prune(
         // The folder appears whole, by a rename at the end of its recovery.
         if !folder.exists() {
             let start = current.with_layers(&kept);
+            // The recovery has weights of its own.
+            drop(current);
             let drafter = DrafterFile { removed_layers: removed.clone(), parent: Some(parent), layers: depth, ..file };
-            let recovery = Recovery { start: &start, drafter, name: name.clone(), folder: &folder };
+            let recovery = Recovery { start, drafter, name: name.clone(), folder: &folder };
             let ending = recover(context, settings, recovery, sink, progress, stop)?;
             if let Ending::Stopped { .. } = ending {
                 return Ok(ending);
             }
         }
         clear(context, &name)?;
-        (current, file) = checkpoint::load(&folder, context.teacher.kind(), context.teacher.device())?;
+        (current, file) = load_pruned(context, &ledger, &folder, &removed)?;
         parent = layers_name(depth);
-        let (tau, kept) = match ledger.recovered(depth) {
-            Some(known) => known,
+        let before = speed_current;
+        let kept = match ledger.recovered(depth) {
+            Some((tau, kept)) => {
+                speed_current = predict(context, settings, (&current, tau), before, &mut ledger, progress)?;
+                tau_current = tau;
+                kept
+            }
             None => {
                 let tau = tau_of(&current)?;
                 let keeps_tau = tau >= settings.keep_tau * tau_unpruned;
                 progress(Progress::Recovered { depth, tau, tau_unpruned, keeps_tau });
-                let before = speed_current;
                 speed_current = predict(context, settings, (&current, tau), before, &mut ledger, progress)?;
                 let rises =
                     speed_current.zip(before).is_none_or(|(now, before)| now.tokens_per_second > before.tokens_per_second);
-                let kept = keeps_tau && rises;
-                let event = Event::Recovered { depth, steps: settings.recovery.steps, tau, tau_unpruned, kept };
+                let (kept, end) = (keeps_tau && rises, end_after(depth, unpruned, settings, keeps_tau, rises));
+                let event = Event::Recovered { depth, steps: settings.recovery.steps, tau, tau_unpruned, kept, end };
                 ledger.push(event).map_err(cannot_write(&path))?;
-                (tau, kept)
+                tau_current = tau;
+                kept
             }
         };
-        (tau_current, speed_current) = (tau, ledger.predicted(depth));
         if !kept {
             break;
         }
-        pruned = Some((depth, tau));
+        pruned = Some((depth, tau_current));
     }
+    drop(current);
     match pruned {
         Some((depth, tau)) if settings.swap => {
-            let folder = context.folder.join(layers_name(depth));
-            let (model, file) = checkpoint::load(&folder, context.teacher.kind(), context.teacher.device())?;
-            swap(context, settings, &Pruned { model, file, tau }, &tau_of, &mut ledger, sink, progress, stop)
+            let removed = &removed[..unpruned - depth];
+            let (model, file) = load_pruned(context, &ledger, &context.folder.join(layers_name(depth)), removed)?;
+            swap(context, settings, Pruned { model, file, tau }, &tau_of, &mut ledger, sink, progress, stop)
+        }
+        None if settings.swap => {
+            progress(Progress::SwapSkipped);
+            Ok(Ending::Done)
         }
         _ => Ok(Ending::Done),
     }
 }
 
+/// Loads a pruned checkpoint, which has to be the one that the ledger tells of.
+pub(crate) fn load_pruned(
+    context: &Context<'_>,
+    ledger: &Ledger,
+    folder: &Path,
+    removed: &[usize],
+) -> Result<(Transformer, DrafterFile), PruneError> {
+    let (model, file) = checkpoint::load(folder, context.teacher.kind(), context.teacher.device())?;
+    if file.removed_layers != removed {
+        return Err(ledger.contradicts(format!(
+            "by it the layers {removed:?} are out of `{}`, whose drafter.json says {:?}",
+            folder.display(),
+            file.removed_layers
+        )));
+    }
+    Ok((model, file))
+}
+
+/// Why no layer goes after the drafter of `depth` layers has recovered; `None` where one may.
+fn end_after(depth: usize, unpruned: usize, settings: &Settings, keeps_tau: bool, rises: bool) -> Option<End> {
+    let last = depth + settings.remove == unpruned;
+    match (keeps_tau, rises) {
+        (false, _) => Some(End::Tau),
+        (true, false) => Some(End::Speed),
+        (true, true) if !last => None,
+        (true, true) if depth == settings.min_layers.max(1) => Some(End::MinLayers),
+        (true, true) => Some(End::Asked),
+    }
+}
+
 /// Opens the ledger of this pruning, or begins it.
 fn open_ledger(path: &Path, begun: Begun) -> Result<Ledger, PruneError> {
-    let mut ledger = Ledger::open(path).map_err(cannot_write(path))?;
+    let mut ledger = Ledger::open(path)?;
     match ledger.begun() {
         Some(found) if *found == begun => {}
         None if ledger.events.is_empty() => ledger.push(Event::Begun(begun)).map_err(cannot_write(path))?,
@@ -299,7 +357,7 @@ fn open_ledger(path: &Path, begun: Begun) -> Result<Ledger, PruneError> {
     Ok(ledger)
 }
 
-/// The speed with a drafter of this τ, where pruning stops by it; what the ledger knows is not measured again.
+/// The speed with a drafter of this τ, where pruning stops by it; what the ledger knows is not measured again, but told again.
 fn predict(
     context: &Context<'_>,
     settings: &Settings,
@@ -309,12 +367,15 @@ fn predict(
     progress: &mut dyn FnMut(Progress<'_>),
 ) -> Result<Option<Predicted>, PruneError> {
     let Some(speed) = &settings.speed else { return Ok(None) };
-    if let Some(known) = ledger.predicted(model.layers.len()) {
-        return Ok(Some(known));
-    }
-    let predicted = speed.predict(drafter_of(model, settings.recovery.packing.shape), tau, context.held_out)?;
+    let known = ledger.predicted(model.layers.len());
+    let predicted = match known {
+        None => speed.predict(drafter_of(model, settings.recovery.packing.shape), tau, context.held_out)?,
+        known => known,
+    };
     if let Some(predicted) = predicted {
-        ledger.push(Event::Predicted(predicted)).map_err(|source| ledger.cannot_write(source))?;
+        if known.is_none() {
+            ledger.push(Event::Predicted(predicted)).map_err(|source| ledger.cannot_write(source))?;
+        }
         progress(Progress::Predicted { predicted, before });
     }
     Ok(predicted)

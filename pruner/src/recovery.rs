@@ -13,11 +13,14 @@ use trainer::saving::{Output, step_name};
 use trainer::training::{Ending, Plan, Training, train};
 use trainer::watching::{StepReport, Watch};
 
-use crate::pruning::{Context, Progress, PruneError, Settings, cannot_write};
+use crate::ledger::Ledger;
+use crate::pruning::{Context, Progress, PruneError, Settings, cannot_write, layers_name, recovery_name};
+use crate::swapping::{swap_has_recovered, swap_recovery_name};
 
 /// What recovers, and where to.
 pub(crate) struct Recovery<'a> {
-    pub start: &'a Transformer,
+    /// Let go once the training has taken it over.
+    pub start: Transformer,
     /// Describes the checkpoint that it becomes.
     pub drafter: DrafterFile,
     /// The folder's name while it runs, and its metrics'.
@@ -42,9 +45,10 @@ pub(crate) fn recover(
     let plan = Plan { stage: name, ..settings.recovery.clone() };
     let output = Output { folder: &work, drafter: drafter.clone(), files: context.files };
     let group = Group::alone();
+    let (device, untrained) = (start.device(), (plan.steps == 0).then(|| start.shallow_clone()));
     let training = Training {
-        start: start.shallow_clone(),
-        device: start.device(),
+        start,
+        device,
         examples: context.examples,
         ids: context.ids,
         held_out: &[],
@@ -56,16 +60,23 @@ pub(crate) fn recover(
     let mut watch = Watch { sink: Some(sink), report: &mut report, score_every: None, score: None };
     let ending = train(training, &plan, &mut watch, stop)?;
     if ending == Ending::Done {
-        let last = if plan.steps == 0 { None } else { Some(work.join(step_name(plan.steps))) };
-        match last {
-            Some(last) => {
-                let (model, file) = checkpoint::load(&last, plan.kind, context.teacher.device())?;
-                checkpoint::save(folder, &model, &file, context.files, plan.kind)?;
-            }
-            None => checkpoint::save(folder, start, &drafter, context.files, plan.kind)?,
-        }
+        let (model, file) = match untrained {
+            Some(start) => (start, drafter),
+            None => checkpoint::load(&work.join(step_name(plan.steps)), plan.kind, context.teacher.device())?,
+        };
+        checkpoint::save(folder, &model, &file, context.files, plan.kind)?;
     }
     Ok(ending)
+}
+
+/// Whether the recovery of this name has given its checkpoint and will not run again. That of a swap may be gone since.
+pub fn is_done(folder: &Path, ledger: &Ledger, name: &str) -> bool {
+    let depth = name.split('-').nth(1).and_then(|depth| depth.parse().ok());
+    match depth {
+        Some(depth) if name == recovery_name(depth) => folder.join(layers_name(depth)).exists(),
+        Some(depth) if name == swap_recovery_name(depth) => swap_has_recovered(folder, ledger, depth),
+        _ => false,
+    }
 }
 
 /// Removes what a recovery needed. It goes last, so that a kill before leaves only something to remove.

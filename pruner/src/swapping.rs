@@ -6,16 +6,19 @@
 
 use std::fs;
 use std::ops::ControlFlow;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use model::Transformer;
-use model::checkpoint::{self, DrafterFile};
+use model::checkpoint::DrafterFile;
 use trainer::metrics::MetricSink;
 use trainer::training::Ending;
 
 use crate::choosing::least_harmful;
 use crate::ledger::{Event, Ledger, Swap, Swapped};
-use crate::pruning::{Context, Progress, PruneError, Settings, Tau, cannot_write, layers_name, recovery_name};
+use crate::pruning::{
+    Context, Progress, PruneError, Settings, Tau, cannot_write, layers, layers_name, load_pruned, recovery_name,
+};
 use crate::recovery::{Recovery, clear, recover};
 use crate::search::{Blocks, Counted, Counting, count};
 
@@ -32,6 +35,17 @@ pub fn swapped_name(depth: usize) -> String {
     format!("{}-swapped", layers_name(depth))
 }
 
+/// Where that checkpoint waits until it is known whether it is kept. No name of a pruned checkpoint: whoever follows the run would score it.
+fn waiting_name(depth: usize) -> String {
+    format!("swap-{depth:02}")
+}
+
+/// Whether the swap's recovery is done: its checkpoint is there, or was no better and is gone.
+pub(crate) fn swap_has_recovered(folder: &Path, ledger: &Ledger, depth: usize) -> bool {
+    let rejected = ledger.swapped().is_some_and(|swapped| swapped.depth == depth && !swapped.kept);
+    rejected || [waiting_name(depth), swapped_name(depth)].iter().any(|name| folder.join(name).exists())
+}
+
 /// The name of a swap's recovery and of its metrics.
 pub fn swap_recovery_name(depth: usize) -> String {
     format!("{}-swapped", recovery_name(depth))
@@ -42,7 +56,7 @@ pub fn swap_recovery_name(depth: usize) -> String {
 pub(crate) fn swap(
     context: &Context<'_>,
     settings: &Settings,
-    pruned: &Pruned,
+    pruned: Pruned,
     tau_of: &Tau<'_>,
     ledger: &mut Ledger,
     sink: &mut dyn MetricSink,
@@ -56,7 +70,7 @@ pub(crate) fn swap(
         if ledger.swaps().iter().any(|swap| swap.put_back == put_back) {
             continue;
         }
-        let Some(swap) = measure(context, settings, pruned, put_back, &blocks, stop)? else {
+        let Some(swap) = measure(context, settings, &pruned, put_back, &blocks, stop)? else {
             return Ok(Ending::Stopped { step: 0 });
         };
         progress(Progress::SwapMeasured(&swap));
@@ -68,51 +82,64 @@ pub(crate) fn swap(
     let swaps = ledger.swaps();
     // The first of equals.
     let Some(best) = swaps.iter().rev().max_by(|one, other| one.tau.total_cmp(&other.tau)) else { return Ok(Ending::Done) };
-    let (folder, name) = (context.folder.join(swapped_name(depth)), swap_recovery_name(depth));
-    if ledger.swapped().is_none() && !folder.exists() {
-        let (with, layers) = put_back(context.teacher, pruned, best.put_back);
-        let kept: Vec<usize> = (0..=depth).filter(|&index| layers[index] != best.take_out).collect();
-        let others = pruned.file.removed_layers.iter().copied().filter(|&layer| layer != best.put_back);
-        let drafter = DrafterFile {
-            removed_layers: others.chain([best.take_out]).collect(),
-            parent: Some(layers_name(depth)),
-            ..pruned.file.clone()
-        };
+    let Swap { put_back: back, take_out, .. } = *best;
+    let Pruned { model, file, tau: tau_before } = pruned;
+    if !file.removed_layers.contains(&back) || file.removed_layers.contains(&take_out) {
+        let out = format!("but of the drafter of {} the layers {:?} are out", layers(depth), file.removed_layers);
+        return Err(ledger.contradicts(format!("layer {back} is to come back and layer {take_out} to go, {out}")));
+    }
+    let removed: Vec<usize> = file.removed_layers.iter().copied().filter(|&layer| layer != back).chain([take_out]).collect();
+    let [waiting, kept_as] = [waiting_name(depth), swapped_name(depth)].map(|name| context.folder.join(name));
+    if ledger.swapped().is_none() && kept_as.exists() {
+        // An older version had it wait there.
+        fs::rename(&kept_as, &waiting).map_err(cannot_write(&waiting))?;
+    }
+    let name = swap_recovery_name(depth);
+    if swap_has_recovered(context.folder, ledger, depth) {
+        drop(model);
+    } else {
+        let (with, layers) = put_back(context.teacher, &model, &file.removed_layers, back);
+        let kept: Vec<usize> = (0..=depth).filter(|&index| layers[index] != take_out).collect();
         let start = with.with_layers(&kept);
-        let recovery = Recovery { start: &start, drafter, name: name.clone(), folder: &folder };
+        // The recovery has weights of its own.
+        drop((model, with));
+        let drafter = DrafterFile { removed_layers: removed.clone(), parent: Some(layers_name(depth)), ..file };
+        let recovery = Recovery { start, drafter, name: name.clone(), folder: &waiting };
         let ending = recover(context, settings, recovery, sink, progress, stop)?;
         if let Ending::Stopped { .. } = ending {
             return Ok(ending);
         }
     }
     clear(context, &name)?;
-    let swapped = match ledger.swapped() {
-        Some(swapped) => swapped.clone(),
+    let kept = match ledger.swapped() {
+        Some(swapped) => swapped.kept,
         None => {
-            let (model, _) = checkpoint::load(&folder, context.teacher.kind(), context.teacher.device())?;
-            let tau = tau_of(&model)?;
-            let kept = tau > pruned.tau;
-            let swapped = Swapped { put_back: best.put_back, take_out: best.take_out, depth, tau_before: pruned.tau, tau, kept };
+            let tau = tau_of(&load_pruned(context, ledger, &waiting, &removed)?.0)?;
+            let swapped = Swapped { put_back: back, take_out, depth, tau_before, tau, kept: tau > tau_before };
             ledger.push(Event::Swapped(swapped.clone())).map_err(|source| ledger.cannot_write(source))?;
             progress(Progress::Swapped(&swapped));
-            swapped
+            swapped.kept
         }
     };
-    if !swapped.kept && folder.exists() {
-        fs::remove_dir_all(&folder).map_err(cannot_write(&folder))?;
+    if kept && !kept_as.exists() {
+        fs::rename(&waiting, &kept_as).map_err(cannot_write(&kept_as))?;
+    }
+    // A start that was killed may have left either.
+    for left in [Some(&waiting), (!kept).then_some(&kept_as)].into_iter().flatten().filter(|left| left.exists()) {
+        fs::remove_dir_all(left).map_err(cannot_write(left))?;
     }
     Ok(Ending::Done)
 }
 
 /// The pruned drafter with one layer of the unpruned one at its old place, and what each layer is numbered there.
-fn put_back(unpruned: &Transformer, pruned: &Pruned, layer: usize) -> (Transformer, Vec<usize>) {
-    let is_alive = |index: &usize| *index == layer || !pruned.file.removed_layers.contains(index);
+fn put_back(unpruned: &Transformer, pruned: &Transformer, removed: &[usize], layer: usize) -> (Transformer, Vec<usize>) {
+    let is_alive = |index: &usize| *index == layer || !removed.contains(index);
     let layers: Vec<usize> = (0..unpruned.layers.len()).filter(is_alive).collect();
     let place = layers.iter().position(|&index| index == layer).unwrap_or(0);
-    let mut order: Vec<usize> = (0..pruned.model.layers.len()).collect();
+    let mut order: Vec<usize> = (0..pruned.layers.len()).collect();
     // Any layer holds the place until the right one is there.
     order.insert(place, 0);
-    let mut with = pruned.model.with_layers(&order);
+    let mut with = pruned.with_layers(&order);
     if let Some(back) = unpruned.with_layers(&[layer]).layers.pop() {
         with.layers[place] = back;
     }
@@ -128,7 +155,7 @@ fn measure(
     blocks: &Blocks,
     stop: &AtomicBool,
 ) -> Result<Option<Swap>, PruneError> {
-    let (with, layers) = put_back(context.teacher, pruned, layer);
+    let (with, layers) = put_back(context.teacher, &pruned.model, &pruned.file.removed_layers, layer);
     let place = layers.iter().position(|&index| index == layer);
     let (depth, seed) = (layers.len(), settings.recovery.packing.seed);
     let mut counted = Counted::sparing(place);

@@ -12,6 +12,7 @@ use data::supervision::Example;
 use evaluator::benchmark::Benchmark;
 use evaluator::budget::{Resolved, resolve};
 use evaluator::calibration::{Calibration, MOST_ROUNDS, calibrate, deal, fan_out, geometric};
+use evaluator::decode::DecodeError;
 use evaluator::fan_out::{FanOut, UNKNOWN_DRAFTER};
 use evaluator::replay::hit_rates;
 use evaluator::score::HitRateAt;
@@ -121,7 +122,12 @@ impl Ahead {
         let mut lengths: Vec<usize> = benchmarks.iter().flat_map(|benchmark| benchmark.prompts.iter().map(Vec::len)).collect();
         lengths.sort_unstable();
         let middle = lengths.get(lengths.len() / 2).copied().unwrap_or(0) + settings.max_new_tokens / 2;
-        let Some(resolved) = resolve(target, drafter, budget, settings, middle)? else { return Ok(None) };
+        let resolved = match resolve(target, drafter, budget, settings, middle, context.stop) {
+            // Whoever decodes next ends as well.
+            Err(DecodeError::Stopped) => return Ok(None),
+            resolved => resolved?,
+        };
+        let Some(resolved) = resolved else { return Ok(None) };
         context.progress.note(&format!("{:>12} {name}, {layers} layers: {resolved}", "evaluate"));
         known.insert(layers, resolved.clone());
         data::files::write_atomically(path, &serde_json::to_vec_pretty(&known)?)

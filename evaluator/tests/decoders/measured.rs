@@ -1,9 +1,12 @@
 //! What is measured before decoding: a drafter's calibration, and the budget of its packs.
 
+use std::sync::atomic::AtomicBool;
+
 use configs::{Budget, Drafts, Labels};
 use data::supervision::Example;
 use evaluator::budget::resolve;
 use evaluator::calibration::calibrate;
+use evaluator::decode::DecodeError;
 use evaluator::fan_out::FanOut;
 use evaluator::round_times::round_times;
 use evaluator::{Drafter, Sampler, Settings, autoregressive, replay};
@@ -82,12 +85,15 @@ fn responses_without_a_round_calibrate_nothing() {
     assert!(error.to_string().contains("calibrating the drafter"), "{error}");
 }
 
+/// Nobody asks to stop.
+static GOES_ON: AtomicBool = AtomicBool::new(false);
+
 #[test]
 fn a_budget_of_time_is_measured_and_one_of_blocks_is_not() {
     let target = random_model(10, 2, 4);
     let drafter = noisy_drafter(&target, 0.1, 4, LABELS[1], 2);
     let threads = tch::get_num_threads();
-    let of = |budget: Budget| resolve(&target, &drafter, &budget, &settings(0.0, 2), 30).unwrap();
+    let of = |budget: Budget| resolve(&target, &drafter, &budget, &settings(0.0, 2), 30, &GOES_ON).unwrap();
     assert_eq!(of(Budget::Blocks(7)), None);
     let hour = of(Budget::Milliseconds(3.6e6)).unwrap();
     assert_eq!((hour.blocks, hour.asked.as_str()), (64, "3600000 ms"));
@@ -95,15 +101,17 @@ fn a_budget_of_time_is_measured_and_one_of_blocks_is_not() {
     let nothing = of(Budget::Milliseconds(1e-6)).unwrap();
     assert_eq!((nothing.blocks, nothing.measured.packs.len()), (0, 1));
     let drawn = Settings { drafts: Drafts::Sampled, ..settings(1.0, 2) };
-    let drawn = resolve(&target, &drafter, &Budget::Milliseconds(3.6e6), &drawn, 30).unwrap().unwrap();
+    let drawn = resolve(&target, &drafter, &Budget::Milliseconds(3.6e6), &drawn, 30, &GOES_ON).unwrap().unwrap();
     assert_eq!(drawn.blocks, 64);
     let auto = of(Budget::Auto).unwrap();
     let Some(last) = auto.measured.packs.last() else { panic!("nothing measured") };
     assert!(auto.measured.verify_seconds > 0.0 && auto.blocks <= last.blocks);
     assert_eq!(tch::get_num_threads(), threads, "the caller has its cores back");
+    let stopped = resolve(&target, &drafter, &Budget::Auto, &settings(0.0, 1), 30, &AtomicBool::new(true));
+    assert!(matches!(stopped, Err(DecodeError::Stopped)), "{stopped:?}");
     let larger = random_model(11, 2, 7);
     let unfit = Drafter { model: larger, temperatures: Vec::new(), ..drafter };
-    assert!(resolve(&target, &unfit, &Budget::Auto, &settings(0.0, 1), 30).is_err());
+    assert!(resolve(&target, &unfit, &Budget::Auto, &settings(0.0, 1), 30, &GOES_ON).is_err());
 }
 
 #[test]
@@ -115,7 +123,7 @@ fn rounds_are_timed_for_every_depth() {
     let threads = tch::get_num_threads();
     let unfit = Drafter { model: random_model(11, 2, 7), temperatures: Vec::new(), ..deep };
     let drafters = [(deep, 30), (shallow, 0)];
-    let times = round_times(&target, &drafters, &settings(0.0, 2), 30).unwrap();
+    let times = round_times(&target, &drafters, &settings(0.0, 2), 30, &GOES_ON).unwrap();
     assert_eq!(tch::get_num_threads(), threads, "the caller has its cores back");
     assert_eq!((times.texts, times.context, times.shared_device), (2, 30, false));
     let found: Vec<(usize, usize)> = times.drafters.iter().map(|it| (it.layers, it.blocks)).collect();
@@ -127,5 +135,7 @@ fn rounds_are_timed_for_every_depth() {
     let speed = times.tokens_per_second(2, 1.5, 0.25).unwrap();
     let round = times.verify_seconds.max(times.drafters[0].pack_seconds) + (1.0 - 0.0625) * times.drafters[0].draft_seconds;
     assert!((speed - 3.0 / round).abs() < 1e-9 * speed);
-    assert!(round_times(&target, &[(unfit, 3)], &settings(0.0, 1), 30).is_err());
+    let stopped = round_times(&target, &drafters, &settings(0.0, 2), 30, &AtomicBool::new(true));
+    assert!(matches!(stopped, Err(DecodeError::Stopped)), "{stopped:?}");
+    assert!(round_times(&target, &[(unfit, 3)], &settings(0.0, 1), 30, &GOES_ON).is_err());
 }

@@ -3,7 +3,7 @@
 use evaluator::calibration::{MOST_ROUNDS, calibrate, deal, fan_out};
 use evaluator::replay::hit_rates;
 use evaluator::round_times::{DrafterTimes, RoundTimes};
-use pruner::ledger::{Predicted, Swap, Swapped};
+use pruner::ledger::{End, Predicted, Swap, Swapped};
 use pruner::speed::SpeedModel;
 
 use super::*;
@@ -41,9 +41,29 @@ fn predictions(folder: &Path, teacher: &Transformer, model: &SpeedModel) -> Vec<
         (settings.remove, settings.speed) = (3, Some(model.clone()));
         settings.recovery.steps = 0;
     };
-    assert_eq!(run_with(folder, teacher, usize::MAX, examples(15).split_off(12), change).unwrap(), Ending::Done);
+    let mut told = Vec::new();
+    let mut tell = |event: &Progress<'_>| {
+        if let Progress::Predicted { predicted, before } = event {
+            assert_eq!(told.last(), before.as_ref());
+            told.push(*predicted);
+        }
+    };
+    assert_eq!(run_told(folder, teacher, usize::MAX, examples(15).split_off(12), change, &mut tell).unwrap(), Ending::Done);
     let predicted = |event: &Event| if let Event::Predicted(predicted) = event { Some(*predicted) } else { None };
-    events(folder).iter().filter_map(predicted).collect()
+    let predicted: Vec<Predicted> = events(folder).iter().filter_map(predicted).collect();
+    assert_eq!(told, predicted, "what is known is told as well");
+    predicted
+}
+
+/// Why pruning ended, as the recoveries say: none but the last of them does.
+fn end(folder: &Path) -> End {
+    let ends: Vec<Option<End>> = events(folder)
+        .iter()
+        .filter_map(|event| if let Event::Recovered { end, .. } = event { Some(*end) } else { None })
+        .collect();
+    let (last, others) = ends.split_last().unwrap();
+    assert!(others.iter().all(Option::is_none), "{ends:?}");
+    last.unwrap()
 }
 
 #[test]
@@ -68,6 +88,7 @@ fn pruning_by_speed_ends_where_the_predicted_speed_no_longer_rises() {
             .collect();
         assert_eq!(kept.iter().filter(|&&kept| !kept).count(), usize::from(fell));
         assert_eq!(kept.last(), Some(&!fell));
+        assert_eq!(end(folder.path()), if fell { End::Speed } else { End::MinLayers });
         let before = events(folder.path());
         assert_eq!(predictions(folder.path(), &teacher, &model), predicted, "nothing is measured again");
         assert_eq!(events(folder.path()), before);
@@ -93,6 +114,26 @@ fn pruning_by_speed_ends_where_the_predicted_speed_no_longer_rises() {
 }
 
 #[test]
+fn the_ledger_says_why_pruning_ended_and_a_swap_of_nothing_is_told() {
+    let teacher = with_useless_layer(&trained(Labels::Next), 2);
+    let end_with = |remove: usize, min_layers: usize, keep_tau: f64| {
+        let folder = tempfile::tempdir().unwrap();
+        let change = |settings: &mut Settings| {
+            (settings.remove, settings.min_layers, settings.keep_tau, settings.swap) = (remove, min_layers, keep_tau, true);
+            settings.recovery.steps = 0;
+        };
+        let mut skipped = false;
+        let mut tell = |event: &Progress<'_>| skipped |= matches!(event, Progress::SwapSkipped);
+        run_told(folder.path(), &teacher, usize::MAX, examples(15).split_off(12), change, &mut tell).unwrap();
+        (end(folder.path()), skipped)
+    };
+    assert_eq!(end_with(1, 1, 0.0), (End::Asked, false));
+    assert_eq!(end_with(1, 3, 0.0), (End::MinLayers, false));
+    assert_eq!(end_with(2, 1, 1.0), (End::Tau, false), "the useless layer goes, the next one does not");
+    assert_eq!(end_with(1, 1, 2.0), (End::Tau, true));
+}
+
+#[test]
 fn a_swap_takes_a_useless_layer_out_in_place_of_a_useful_one() {
     let teacher = with_useless_layer(&trained(Labels::Next), 2);
     let folder = tempfile::tempdir().unwrap();
@@ -106,7 +147,15 @@ fn a_swap_takes_a_useless_layer_out_in_place_of_a_useful_one() {
     // The wrong layer goes, as if the search had found it.
     let mut ledger = Ledger::open(&folder.join("ledger.jsonl")).unwrap();
     ledger.push(Event::Removed { depth: 3, layer: 0, original_layer: 0, tau_before: 1.0, tau_after: 1.0 }).unwrap();
+    // Whoever follows the run sees no checkpoint of the swap before it is kept.
+    let mut tell = |_: &Progress<'_>| assert!(!folder.join("layers-03-swapped").exists());
+    assert_eq!(run_told(folder, &teacher, usize::MAX, held_out(), change, &mut tell).unwrap(), Ending::Done);
+    let weights = || fs::read(folder.join("layers-03-swapped/model.safetensors")).unwrap();
+    let (once, lines) = (weights(), fs::read(folder.join("ledger.jsonl")).unwrap());
+    // As a kill between the ledger's line and the checkpoint's last name leaves it.
+    fs::rename(folder.join("layers-03-swapped"), folder.join("swap-03")).unwrap();
     assert_eq!(run_with(folder, &teacher, usize::MAX, held_out(), change).unwrap(), Ending::Done);
+    assert!(weights() == once && fs::read(folder.join("ledger.jsonl")).unwrap() == lines && !folder.join("swap-03").exists());
     let events = events(folder);
     let measured: Vec<&Swap> =
         events.iter().filter_map(|event| if let Event::SwapMeasured(swap) = event { Some(swap) } else { None }).collect();
@@ -134,8 +183,17 @@ fn a_swap_that_is_no_better_leaves_nothing_behind() {
         panic!("{events:?}")
     };
     assert!(tau < tau_before);
-    let mut names: Vec<String> =
-        fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    assert_eq!(names, ["layers-03", "ledger.jsonl"]);
+    let names = || {
+        let entries = fs::read_dir(folder.path()).unwrap();
+        let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    };
+    assert_eq!(names(), ["layers-03", "ledger.jsonl"]);
+    // As a kill before its removal leaves it, now and by an older version.
+    for left in ["swap-03", "layers-03-swapped"] {
+        fs::create_dir(folder.path().join(left)).unwrap();
+        assert_eq!(run_with(folder.path(), &teacher, usize::MAX, examples(15).split_off(12), change).unwrap(), Ending::Done);
+        assert_eq!(names(), ["layers-03", "ledger.jsonl"]);
+    }
 }

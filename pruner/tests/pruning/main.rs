@@ -16,7 +16,7 @@ use pruner::choosing::least_harmful;
 use pruner::criteria::{mean_scores, weigh};
 use pruner::ledger::{Event, Ledger, TauLoss};
 use pruner::pruning::{Context, Progress, PruneError, Settings, prune};
-use pruner::search::{Blocks, Counted, count};
+use pruner::search::{Blocks, Counted, committed, count};
 use tch::Kind;
 use torch::group::Group;
 use trainer::backward::{LossSettings, Objective};
@@ -147,6 +147,17 @@ fn the_search_equals_a_plain_loop_over_layers_and_blocks() {
 }
 
 #[test]
+fn the_search_counts_the_same_with_more_rows_than_logits_at_once() {
+    let (model, held_out) = (trained(Labels::Next), examples(24).split_off(12));
+    let blocks = Blocks::draw(&held_out, shape(Labels::Next), 14, 9);
+    let counts = committed(&model, &blocks);
+    // 3 drafts of each block, in batches of 8 responses: more than the 256 rows that are there at once.
+    assert_eq!(counts[..8].iter().map(|(_, blocks)| 3 * blocks).sum::<usize>(), 336);
+    let [tokens, drafted] = [0, 1].map(|which| counts.iter().map(|it| [it.0, it.1][which]).sum::<usize>() as f64);
+    assert_eq!(tokens / drafted, plain_tau(&model, Labels::Next, &held_out, 14, 9));
+}
+
+#[test]
 fn halving_picks_the_layer_of_the_plain_loop_and_says_what_it_saved() {
     let (mut dropped, mut computed, mut plain) = (0, 0, 0);
     let held_out = examples(48);
@@ -203,6 +214,18 @@ fn run_with(
     held_out: Vec<Example>,
     change: impl FnOnce(&mut Settings),
 ) -> Result<Ending, PruneError> {
+    run_told(folder, teacher, stop_at, held_out, change, &mut |_| {})
+}
+
+/// The same, telling what happens.
+fn run_told(
+    folder: &Path,
+    teacher: &Transformer,
+    stop_at: usize,
+    held_out: Vec<Example>,
+    change: impl FnOnce(&mut Settings),
+    told: &mut dyn FnMut(&Progress<'_>),
+) -> Result<Ending, PruneError> {
     let (files, examples) = (text_files(), examples(12));
     let drafter = DrafterFile { block_size: BLOCK, labels: "next".to_string(), mask_token: 23, ..DrafterFile::default() };
     let (parent, files) = ("step-000060", &files);
@@ -220,7 +243,8 @@ fn run_with(
     };
     change(&mut settings);
     let (stop, events) = (AtomicBool::new(false), AtomicUsize::new(0));
-    let mut progress = |_: Progress<'_>| {
+    let mut progress = |event: Progress<'_>| {
+        told(&event);
         if events.fetch_add(1, Ordering::Relaxed) + 1 == stop_at {
             stop.store(true, Ordering::Relaxed);
         }
@@ -368,6 +392,33 @@ fn a_ledger_of_another_pruning_and_no_held_out_responses_are_refused() {
 }
 
 #[test]
+fn a_ledger_that_contradicts_itself_or_a_checkpoint_is_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let teacher = with_useless_layer(&trained(Labels::Next), 2);
+    let change = |settings: &mut Settings| (settings.remove, settings.recovery.steps) = (2, 0);
+    let run = || run_with(folder.path(), &teacher, usize::MAX, examples(15).split_off(12), change);
+    assert_eq!(run().unwrap(), Ending::Done);
+    let path = folder.path().join("ledger.jsonl");
+    let whole = fs::read_to_string(&path).unwrap();
+    assert!(whole.contains("\"original_layer\":2"), "{whole}");
+    let refused = |layer: &str, expected: &str| {
+        fs::write(&path, whole.replacen("\"original_layer\":2", &format!("\"original_layer\":{layer}"), 1)).unwrap();
+        let message = run().unwrap_err().to_string();
+        assert!(message.contains("ledger.jsonl` cannot be gone on from") && message.contains(expected), "{message}");
+        assert!(message.contains("--restart prune"), "{message}");
+    };
+    refused("9", "layer 9 was removed to leave 3 layers, but the drafter of 4 layers has only [0, 1, 2, 3]");
+    let second = events(folder.path());
+    let second = second.iter().rev().find_map(|event| if let Event::Removed { layer, .. } = event { Some(*layer) } else { None });
+    // Another layer than that of the second removal.
+    let other = if second == Some(0) { "1" } else { "0" };
+    refused(other, &format!("by it the layers [{other}] are out of `"));
+    refused(other, "layers-03`, whose drafter.json says [2]");
+    fs::write(&path, &whole).unwrap();
+    assert_eq!(run().unwrap(), Ending::Done);
+}
+
+#[test]
 fn pruning_interrupted_anywhere_ends_as_uninterrupted() {
     let teacher = with_useless_layer(&trained(Labels::Next), 1);
     let weights = |folder: &Path, name: &str| fs::read(folder.join(name).join("model.safetensors")).ok();
@@ -407,6 +458,8 @@ fn more_layers_than_there_are_cannot_be_removed() {
     let folder = tempfile::tempdir().unwrap();
     let error = run(folder.path(), &trained(Labels::Next), 3, usize::MAX).unwrap_err();
     assert!(error.to_string().contains("`prune.remove` asks for 3 layers, but the drafter has 3"), "{error}");
+    let error = pruner::pruning::check(1, 3, 3).unwrap_err();
+    assert!(error.to_string().contains("`prune.remove` asks for 1 layer, but"), "{error}");
     assert!(fs::read_dir(folder.path()).unwrap().next().is_none());
     // Nothing to remove is no fault, however few layers there are.
     assert!(pruner::pruning::check(0, 28, 3).is_ok());
