@@ -11,7 +11,7 @@ use serde_json::Value;
 
 pub(crate) use self::by_benchmark::by_benchmark;
 use self::charts::{LineChart, RowBar, RowChart, Series, Span, Timeline};
-pub(crate) use self::pruning::{REMOVALS, layers, removals, swap};
+pub(crate) use self::pruning::{REMOVALS, ending, layers, removals, swap};
 use crate::report::TimelineRound;
 use crate::svg::{escape, is_drawable, short};
 use crate::table::{benchmark_names, checkpoint_name, measured, number, percent};
@@ -132,7 +132,17 @@ pub(crate) fn losses(metrics: &[Value]) -> String {
         figures += &curves(&format!("Loss in stage {stage}"), "loss", lines);
     }
     let lines = recoveries.iter().map(|stage| (stage.clone(), curve(metrics, stage, "loss"))).collect();
-    figures + &curves("Loss of the recovery after each removal", "distillation loss", lines)
+    figures + &curves(&format!("Loss of the recovery {}", recovered_from(&recoveries)), "distillation loss", lines)
+}
+
+/// What recoveries of these names came after.
+fn recovered_from(recoveries: &[String]) -> &'static str {
+    let of_swap = |name: &String| name.ends_with("-swapped");
+    match (recoveries.iter().any(of_swap), recoveries.iter().all(of_swap)) {
+        (_, true) => "after the swap",
+        (true, false) => "after each removal and the swap",
+        (false, false) => "after each removal",
+    }
 }
 
 /// Replay τ over steps: a figure for each training stage, and one for all recoveries together.
@@ -146,7 +156,7 @@ pub(crate) fn replay_tau(metrics: &[Value]) -> String {
         figures += &curves(&format!("Replay τ in stage {stage}"), "τ, tokens a round", lines);
     }
     let lines = recoveries.iter().map(|stage| (stage.clone(), curve(metrics, stage, "replay_tau_pooled"))).collect();
-    figures + &curves("Replay τ of the recovery after each removal", "pooled τ, tokens a round", lines)
+    figures + &curves(&format!("Replay τ of the recovery {}", recovered_from(&recoveries)), "pooled τ, tokens a round", lines)
 }
 
 fn curves(subject: &str, y_label: &str, lines: Vec<(String, Vec<(f64, f64)>)>) -> String {

@@ -134,8 +134,8 @@ fn pruning(ledger: &[Value]) -> String {
              <p class=\"quiet\">The layer removed is numbered as in the drafter before any removal.</p>\n"
         );
     }
-    if let Some(swap) = figures::swap(ledger) {
-        body += &format!("<p>{}</p>\n", escape(&swap));
+    for words in [figures::ending(ledger), figures::swap(ledger)].into_iter().flatten() {
+        body += &format!("<p>{}</p>\n", escape(&words));
     }
     body
 }
@@ -241,16 +241,23 @@ mod tests {
     #[test]
     fn pruning_by_another_criterion_by_speed_and_with_a_swap_is_shown() {
         let mut input = full("run");
-        assert!(!html(&input).contains("tokens/s predicted"));
+        let before = html(&input);
+        assert!(!before.contains("tokens/s predicted") && !before.contains("Pruning ended"));
+        assert!(before.contains("Loss of the recovery after each removal: "), "{before}");
+        input.metrics.push(json!({"stage": "recover-2-swapped", "step": 1, "loss": 0.4}));
         let weighed =
             |scores: [f64; 3], rows: usize| json!({"event": "weighed", "depth": 3, "part": {"scores": scores, "rows": rows}});
         input.ledger = vec![
             json!({"event": "begun", "criterion": "block_influence"}),
             weighed([0.3, 0.1, 0.2], 30),
             weighed([0.3, 0.3, 0.2], 10),
+            json!({"event": "predicted", "depth": 3, "tau": 2.0, "hit_rate": 0.5, "tokens_per_second": 100.44}),
             json!({"event": "removed", "depth": 2, "layer": 1, "original_layer": 1, "tau_before": 2.0, "tau_after": 1.9}),
             json!({"event": "predicted", "depth": 2, "tau": 1.95, "hit_rate": 0.5, "tokens_per_second": 123.46}),
-            json!({"event": "recovered", "depth": 2, "steps": 12, "tau": 1.95}),
+            json!({"event": "recovered", "depth": 2, "steps": 12, "tau": 1.95, "kept": true}),
+            json!({"event": "removed", "depth": 1, "layer": 1, "original_layer": 2, "tau_before": 1.95, "tau_after": 1.1}),
+            json!({"event": "predicted", "depth": 1, "tau": 1.2, "hit_rate": 0.4, "tokens_per_second": 90.0}),
+            json!({"event": "recovered", "depth": 1, "steps": 12, "tau": 1.2, "kept": false, "end": "speed"}),
             json!({"event": "swapped", "put_back": 1, "take_out": 0, "depth": 2, "tau_before": 1.95, "tau": 1.96, "kept": true}),
         ];
         let html = html(&input);
@@ -259,6 +266,18 @@ mod tests {
         assert!(
             html.contains("<th class=\"number\">tokens/s predicted</th>") && html.contains("<td class=\"number\">123.5</td>")
         );
+        let row = |cells: [&str; 8]| {
+            let cells: String = cells.iter().map(|cell| format!("<td class=\"number\">{cell}</td>")).collect();
+            format!("<tr>{cells}</tr>\n")
+        };
+        let rows = [
+            ["3", "none", "–", "–", "–", "–", "–", "100.4"],
+            ["2", "1", "2.000", "1.900", "12", "1.950", "yes", "123.5"],
+            ["1", "2", "1.950", "1.100", "12", "1.200", "no", "90.0"],
+        ];
+        assert!(html.contains(&rows.map(row).concat()), "{html}");
+        assert!(html.contains("Pruning ended at 1 layer: the predicted speed no longer rose."), "{html}");
+        assert!(html.contains("Loss of the recovery after each removal and the swap: "), "{html}");
         let swap = "put layer 1 back and took layer 0 out: τ 1.960 after recovery, 1.950 without it; it was kept";
         assert!(html.contains(swap), "{html}");
     }

@@ -117,30 +117,53 @@ fn bars_figure(depth: u64, bars: Vec<Bar>, title: &str, y_label: &str, note: &st
 }
 
 /// The titles of [`removals`].
-pub(crate) const REMOVALS: [&str; 7] =
-    ["layers left", "layer removed", "τ before", "τ after", "steps of recovery", "τ recovered", "tokens/s predicted"];
+pub(crate) const REMOVALS: [&str; 8] =
+    ["layers left", "layer removed", "τ before", "τ after", "steps of recovery", "τ recovered", "kept", "tokens/s predicted"];
 
-/// The removals as rows; the last column is empty unless pruning stopped by speed.
+/// The removals as rows; the last column is empty unless pruning stopped by speed. Where it did, the unpruned drafter comes first.
 pub(crate) fn removals(ledger: &[Value]) -> Vec<[String; REMOVALS.len()]> {
-    events(ledger, "removed")
-        .map(|line| {
-            let of_depth = |name| events(ledger, name).filter(|other| other["depth"] == line["depth"]).last();
-            let (recovered, predicted) = (of_depth("recovered"), of_depth("predicted"));
-            let layer = line.get("original_layer").map_or("layer", |_| "original_layer");
-            let shown = |value: Option<&Value>, key, decimals: usize| {
-                value.and_then(|value| number(value, key)).map_or("–".to_owned(), |number| format!("{number:.decimals$}"))
-            };
-            [
-                shown(Some(line), "depth", 0),
-                shown(Some(line), layer, 0),
-                shown(Some(line), "tau_before", 3),
-                shown(Some(line), "tau_after", 3),
-                shown(recovered, "steps", 0),
-                shown(recovered, "tau", 3),
-                shown(predicted, "tokens_per_second", 1),
-            ]
-        })
-        .collect()
+    let nothing = || "–".to_owned();
+    let left_by_removal = |depth: &Value| events(ledger, "removed").any(|line| line["depth"] == *depth);
+    let unpruned = events(ledger, "predicted").find(|line| !left_by_removal(&line["depth"])).map(|line| {
+        let shown = |key, decimals: usize| number(line, key).map_or_else(nothing, |number| format!("{number:.decimals$}"));
+        let mut row = std::array::from_fn(|_| nothing());
+        (row[0], row[1], row[REMOVALS.len() - 1]) = (shown("depth", 0), "none".to_owned(), shown("tokens_per_second", 1));
+        row
+    });
+    let removals = events(ledger, "removed").map(|line| {
+        let of_depth = |name| events(ledger, name).filter(|other| other["depth"] == line["depth"]).last();
+        let (recovered, predicted) = (of_depth("recovered"), of_depth("predicted"));
+        let layer = line.get("original_layer").map_or("layer", |_| "original_layer");
+        let shown = |value: Option<&Value>, key, decimals: usize| {
+            value.and_then(|value| number(value, key)).map_or_else(nothing, |number| format!("{number:.decimals$}"))
+        };
+        let kept = recovered.and_then(|line| line["kept"].as_bool());
+        [
+            shown(Some(line), "depth", 0),
+            shown(Some(line), layer, 0),
+            shown(Some(line), "tau_before", 3),
+            shown(Some(line), "tau_after", 3),
+            shown(recovered, "steps", 0),
+            shown(recovered, "tau", 3),
+            kept.map_or_else(nothing, |kept| if kept { "yes" } else { "no" }.to_owned()),
+            shown(predicted, "tokens_per_second", 1),
+        ]
+    });
+    unpruned.into_iter().chain(removals).collect()
+}
+
+/// Why pruning ended, in words; nothing of one that has not ended or does not say.
+pub(crate) fn ending(ledger: &[Value]) -> Option<String> {
+    let last = events(ledger, "recovered").last()?;
+    let reason = match last["end"].as_str()? {
+        "tau" => "too little τ was left after recovery (`prune.keep_tau`)",
+        "speed" => "the predicted speed no longer rose",
+        "asked" => "as many layers were removed as were asked for (`prune.remove`)",
+        "min_layers" => "no fewer layers may be left (`prune.min_layers`)",
+        _ => return None,
+    };
+    let depth = last["depth"].as_u64()?;
+    Some(format!("Pruning ended at {depth} {}: {reason}.", if depth == 1 { "layer" } else { "layers" }))
 }
 
 /// What the swap in the end gave, in words.
