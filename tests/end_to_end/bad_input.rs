@@ -182,6 +182,7 @@ fn pruning_refuses_a_ledger_of_another_run_and_a_drafter_without_weights() {
         fs::write(prune.join("ledger.jsonl"), &ledger).unwrap();
         let (code, message) = run(&["prune", "recipe.toml"]);
         assert!(code != 0 && message.contains("ledger.jsonl") && message.contains(expected), "{code}: {message}");
+        assert!(!message.contains("cannot write"), "{message}");
         assert_eq!(fs::read_to_string(prune.join("ledger.jsonl")).unwrap(), ledger);
     }
     // As the message says.

@@ -37,6 +37,7 @@ fn pruning_ends_by_speed_and_with_a_swap() {
     let said = stderr(&output);
     assert!(output.status.success(), "{said}");
     assert!(!said.contains("timing the target") && said.contains("a verification takes"), "times are kept: {said}");
+    assert!(said.contains("4 layers: "), "what was predicted before the interruption is told again: {said}");
     let lines = ledger(by_speed.path());
     assert_eq!(events(&lines, "timed").len(), 1);
     let layers: Vec<u64> =
@@ -67,5 +68,35 @@ fn pruning_ends_by_speed_and_with_a_swap() {
     assert!(said.contains(if kept { "kept as layers-02-swapped" } else { "no better, so it goes" }), "{said}");
     let steps = fs::read_to_string(run.join("train/metrics.jsonl")).unwrap();
     assert!(steps.contains("recover-02-swapped"), "{steps}");
-    assert!(!fs::read_dir(run.join("prune")).unwrap().any(|it| it.unwrap().file_name().to_string_lossy().starts_with("recover")));
+    let left = ["recover", "swap"];
+    let names = fs::read_dir(run.join("prune")).unwrap().map(|it| it.unwrap().file_name().into_string().unwrap());
+    assert!(!names.into_iter().any(|name| left.iter().any(|left| name.starts_with(left))));
+
+    // As a kill behind a swap that was no better leaves it: what the swap's recovery took is not forgotten.
+    let path = run.join("prune/ledger.jsonl");
+    let (others, swap) = text_and_last_line(&path);
+    fs::write(&path, format!("{others}{}\n", swap.replace("\"kept\":true", "\"kept\":false"))).unwrap();
+    let _ = fs::remove_dir_all(run.join("prune/layers-02-swapped"));
+    let path = run.join("prune").join(data::manifest::FILE_NAME);
+    let mut manifest: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    manifest["complete"] = false.into();
+    fs::write(&path, manifest.to_string()).unwrap();
+    let prune = |settings: &[&str]| {
+        let command = [&["run", "recipe.toml", "--until", "prune"], &SETTINGS[..], settings].concat();
+        let output = drafthorse(swapped.path(), &command).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        fs::read_to_string(run.join("train/metrics.jsonl")).unwrap()
+    };
+    assert_eq!(prune(&["--set", "prune.swap=true"]), steps);
+    assert!(!run.join("prune/layers-02-swapped").exists());
+    // A pruning of nothing leaves nothing of the one before it.
+    let steps = prune(&["--restart", "prune", "--set", "prune.remove=0"]);
+    assert!(steps.contains("\"train\"") && !steps.contains("recover"), "{steps}");
+}
+
+/// A file's last line, and what is before it.
+fn text_and_last_line(path: &Path) -> (String, String) {
+    let text = fs::read_to_string(path).unwrap();
+    let last = text.lines().last().unwrap().to_string();
+    (text[..text.len() - last.len() - 1].to_string(), last)
 }
