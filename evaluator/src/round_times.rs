@@ -25,6 +25,7 @@ pub struct RoundTimes {
     pub verify_seconds: f64,
     /// Whether both models are on one accelerator, where a pack and a verification wait for each other.
     pub shared_device: bool,
+    /// Never slower with fewer layers at the same work, whatever was measured.
     pub drafters: Vec<DrafterTimes>,
 }
 

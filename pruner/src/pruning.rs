@@ -196,7 +196,8 @@ fn fingerprint(model: &Transformer) -> String {
 
 /// Prunes to the end of the settings, going on from the ledger of an earlier start.
 ///
-/// Each `layers-NN` folder is a whole checkpoint after its recovery; while a recovery runs, its own checkpoints lie in `recover-NN`.
+/// Each `layers-NN` folder is a whole checkpoint after its recovery; while a recovery runs, its own checkpoints lie in `recover-NN`. A swap's
+/// checkpoint lies in `swap-NN` until it is measured, and only then among them.
 ///
 /// # Errors
 /// See [`PruneError`]; the ledger and finished checkpoints stay valid.

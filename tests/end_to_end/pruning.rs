@@ -50,6 +50,16 @@ fn pruning_ends_by_speed_and_with_a_swap() {
     assert!(kept.len() == 2 || kept == [false], "{kept:?}");
     assert!(kept.iter().all(|&kept| kept) != said.contains("so pruning ends here"), "{kept:?}: {said}");
 
+    // Timing that takes long ends soon after it is asked to, and leaves nothing half-measured.
+    let slow = copy_of(trained.path());
+    let settings = ["prune.stop=speed", "evaluate.fan_out=best_first", "evaluate.budget=8", "evaluate.concurrency=64"];
+    let settings = [&settings[..], &["evaluate.hardware=[]"]].concat();
+    let settings: Vec<&str> = settings.iter().flat_map(|setting| ["--set", setting]).collect();
+    let command = [&["run", "recipe.toml"], &SETTINGS[..], &settings].concat();
+    let (status, said) = interrupt::after(&mut drafthorse(slow.path(), &command), "timing the target", "-INT");
+    assert!(status.code() == Some(3) && !said.contains("a verification takes"), "{said}");
+    assert!(!slow.path().join("runs/tiny/prune/ledger.jsonl").exists());
+
     // What keeps τ is kept however slow, and a swap is tried on the last of them.
     let swapped = copy_of(trained.path());
     let command = [&["run", "recipe.toml", "--set", "prune.swap=true"], &SETTINGS[..]].concat();
