@@ -10,5 +10,6 @@ pub mod manifest;
 pub mod prompts;
 pub mod responses;
 pub mod sample;
+pub mod serving;
 pub mod supervision;
 pub mod tokenizer;

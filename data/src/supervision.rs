@@ -20,6 +20,10 @@ pub mod purpose {
     pub const DRAFTING: u64 = 5;
     /// Whether a drawn draft is accepted, and the token put in its place if not; counters: response, position.
     pub const ACCEPTANCE: u64 = 6;
+    /// The seed that a server is given for an answer; counters: the question's, 0.
+    pub const SERVER_SEED: u64 = 7;
+    /// How long to wait before asking a server again; counters: the question's or the server's, attempt.
+    pub const RETRY_DELAY: u64 = 8;
 }
 
 /// One response as the drafter is trained on it.

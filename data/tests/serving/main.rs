@@ -1,0 +1,594 @@
+//! The client for serving engines against a server that misbehaves on demand: whatever it does, each question ends once, in its own
+//! answer or in a reason.
+
+#![allow(clippy::unwrap_used)]
+
+mod campaign;
+mod server;
+
+use self::server::{Misdeed, Reply, Seen, Server};
+use data::engine::{Answer, Conversations, Question};
+use data::prompts::Message;
+use data::responses::FinishReason;
+use data::serving::{ApiKey, EndpointPhase, EndpointState, Pace, ServingError, ServingSettings, answer_all};
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+const STOP_TOKEN: u32 = 2;
+
+/// Chats of one turn or more; the next turn is asked when the one before is answered.
+#[derive(Default)]
+struct Chats {
+    turns: u64,
+    to_ask: VecDeque<Question>,
+    under_way: HashSet<u64>,
+    ended: BTreeMap<u64, Result<Answer, String>>,
+    /// So many answers are enough.
+    enough: Option<usize>,
+    is_closed: bool,
+}
+
+impl Chats {
+    fn new(chats: u64, turns: u64) -> Self {
+        let mut all = Chats { turns, ..Chats::default() };
+        (0..chats).for_each(|chat| all.to_ask.push_back(question(chat, 0, Vec::new())));
+        all
+    }
+
+    fn rejected(&self, key: u64) -> &str {
+        self.ended[&key].as_ref().unwrap_err()
+    }
+
+    /// All keys have their own answers.
+    fn assert_all_answered(&self, chats: u64) {
+        assert_eq!(self.ended.len() as u64, chats * self.turns);
+        for (key, result) in &self.ended {
+            let answer = result.as_ref().unwrap();
+            assert_eq!(answer.text.as_deref().unwrap(), answer_to(&asked(key / 100, key % 100)));
+        }
+    }
+}
+
+impl Conversations for Chats {
+    fn next(&mut self) -> Option<Question> {
+        let question = self.to_ask.pop_front()?;
+        assert!(self.under_way.insert(question.key));
+        Some(question)
+    }
+
+    fn answer(&mut self, key: u64, answer: Result<Answer, String>) -> ControlFlow<()> {
+        assert!(!self.is_closed, "an answer after the end");
+        assert!(self.under_way.remove(&key), "question {key} was not under way");
+        let (chat, turn) = (key / 100, key % 100);
+        if let (Ok(answer), true) = (&answer, turn + 1 < self.turns) {
+            let before: Vec<Message> =
+                vec![Message::new("user", asked(chat, turn)), Message::new("assistant", answer.text.clone().unwrap_or_default())];
+            self.to_ask.push_back(question(chat, turn + 1, before));
+        }
+        assert!(self.ended.insert(key, answer).is_none(), "question {key} ended twice");
+        let is_enough = self.enough.is_some_and(|enough| self.ended.len() >= enough);
+        if is_enough { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    }
+}
+
+fn asked(chat: u64, turn: u64) -> String {
+    format!("question {chat}, turn {turn}")
+}
+
+fn answer_to(asked: &str) -> String {
+    format!("answer to {asked}")
+}
+
+fn question(chat: u64, turn: u64, mut messages: Vec<Message>) -> Question {
+    messages.push(Message::new("user", asked(chat, turn)));
+    let prompt_ids = prompt_ids(&json!(messages));
+    Question { key: chat * 100 + turn, messages, tools: None, prompt_ids, counter: chat * 100 + turn }
+}
+
+/// The template and the tokenizer of these tests: a token for each byte.
+fn prompt_ids(messages: &Value) -> Vec<u32> {
+    let text = |message: &Value| format!("{}:{}\n", message["role"].as_str().unwrap(), message["content"].as_str().unwrap());
+    messages.as_array().unwrap().iter().map(text).collect::<String>().bytes().map(u32::from).collect()
+}
+
+fn ids_of(text: &str) -> Vec<u32> {
+    text.bytes().map(u32::from).chain([STOP_TOKEN]).collect()
+}
+
+/// As vLLM answers: text, ids and the prompt's ids.
+fn with_ids(seen: &Seen) -> Reply {
+    let text = answer_to(seen.asked());
+    let token_ids = Some(ids_of(&text));
+    Reply { text: Some(text), token_ids, prompt_token_ids: Some(prompt_ids(&seen.body["messages"])), ..Reply::default() }
+}
+
+/// As servers without ids answer.
+fn text_alone(seen: &Seen) -> Reply {
+    Reply { text: Some(answer_to(seen.asked())), ..Reply::default() }
+}
+
+fn behaved(_: &Seen) -> Misdeed {
+    Misdeed::None
+}
+
+fn status(status: u16) -> Misdeed {
+    Misdeed::Status(status, String::new(), json!({ "error": { "message": format!("words of {status}") } }).to_string())
+}
+
+/// Misbehaves when a question is asked first, and no more.
+fn once(misdeed: Misdeed) -> impl Fn(&Seen) -> Misdeed + Send + Sync {
+    move |seen| if seen.repetition == 0 && !seen.is_probe() { misdeed.clone() } else { Misdeed::None }
+}
+
+fn settings(servers: &[&Server]) -> ServingSettings {
+    ServingSettings {
+        endpoints: servers.iter().map(|server| server.url.clone()).collect(),
+        model: None,
+        concurrency: 4,
+        timeout: Duration::from_secs(5),
+        retries: 3,
+        temperature: 0.0,
+        top_p: 1.0,
+        top_k: 0,
+        max_new_tokens: 64,
+        thinking: false,
+        seed: 1,
+        api_key: None,
+        stop_tokens: vec![STOP_TOKEN],
+        pace: Pace {
+            first_delay: Duration::from_millis(5),
+            longest_delay: Duration::from_secs(3),
+            probe_again: Duration::from_millis(100),
+        },
+    }
+}
+
+/// Asks all, and says how the servers did in the end.
+fn run(chats: &mut Chats, settings: &ServingSettings) -> (Result<(), ServingError>, Vec<EndpointState>) {
+    let mut last = Vec::new();
+    let result = answer_all(chats, settings, &AtomicBool::new(false), &mut |states| last = states.to_vec());
+    chats.is_closed = true;
+    if result.is_ok() && chats.enough.is_none() {
+        assert!(chats.under_way.is_empty() && chats.to_ask.is_empty());
+    }
+    (result, last)
+}
+
+#[test]
+fn all_turns_are_answered_with_ids_or_without() {
+    for (answer, has_ids) in [(with_ids as fn(&Seen) -> Reply, true), (text_alone, false)] {
+        let servers = [Server::start(answer, behaved), Server::start(answer, behaved)];
+        let mut chats = Chats::new(60, 3);
+        let (result, states) = run(&mut chats, &settings(&[&servers[0], &servers[1]]));
+        result.unwrap();
+        chats.assert_all_answered(60);
+        for answer in chats.ended.values().flatten() {
+            assert_eq!(answer.ids, has_ids.then(|| ids_of(answer.text.as_deref().unwrap())));
+            assert_eq!(answer.finish_reason, FinishReason::Stop);
+        }
+        assert!(servers.iter().all(|server| server.asked().len() > 40 && server.most_under_way() <= 4));
+        assert_eq!(states.iter().map(|state| state.answered).sum::<u64>(), 180);
+        for state in &states {
+            assert_eq!((&state.phase, state.model.as_deref(), state.under_way), (&EndpointPhase::Live, Some("test-model"), 0));
+            assert!(state.answers_per_second > 0.0 && state.tokens_per_second >= state.answers_per_second);
+            assert_eq!(state.notes.iter().any(|note| note.contains("no token ids")), !has_ids, "{:?}", state.notes);
+        }
+    }
+}
+
+#[test]
+fn a_thousand_are_asked_at_once() {
+    let server = Server::start(with_ids, |_| Misdeed::Late(Duration::from_millis(400)));
+    let mut chats = Chats::new(1200, 1);
+    let (result, _) =
+        run(&mut chats, &ServingSettings { concurrency: 1000, timeout: Duration::from_secs(15), ..settings(&[&server]) });
+    result.unwrap();
+    chats.assert_all_answered(1200);
+    assert!((800..=1000).contains(&server.most_under_way()), "{}", server.most_under_way());
+}
+
+#[test]
+fn what_may_pass_is_asked_again() {
+    let misdeeds = [408, 409, 425, 429, 500, 502, 503, 504].map(status).into_iter();
+    let broken = [Misdeed::Close, Misdeed::CloseMidBody, Misdeed::Body("<html>".to_owned()), Misdeed::Body("{}".to_owned())];
+    let empty = Misdeed::Body(json!({ "choices": [] }).to_string());
+    for misdeed in misdeeds.chain(broken).chain([empty]) {
+        let server = Server::start(with_ids, once(misdeed.clone()));
+        let mut chats = Chats::new(1, 1);
+        let (result, states) = run(&mut chats, &settings(&[&server]));
+        result.unwrap();
+        chats.assert_all_answered(1);
+        assert_eq!((server.asked().len(), states[0].faults), (2, 1), "{misdeed:?}");
+    }
+}
+
+#[test]
+fn what_will_not_pass_is_asked_once() {
+    for code in [400, 402, 413, 422] {
+        let server = Server::start(with_ids, move |seen| if seen.asked() == asked(3, 0) { status(code) } else { Misdeed::None });
+        let mut chats = Chats::new(6, 2);
+        run(&mut chats, &settings(&[&server])).0.unwrap();
+        assert_eq!(chats.ended.values().filter(|result| result.is_ok()).count(), 10);
+        assert_eq!(chats.rejected(300), format!("status {code}: words of {code}"));
+        assert_eq!(server.asked().iter().filter(|seen| seen.asked() == asked(3, 0)).count(), 1);
+    }
+}
+
+#[test]
+fn a_long_message_is_cut() {
+    let server = Server::start(with_ids, |seen| {
+        if seen.is_probe() { Misdeed::None } else { Misdeed::Status(400, String::new(), "ä".repeat(100_000)) }
+    });
+    let mut chats = Chats::new(1, 1);
+    run(&mut chats, &settings(&[&server])).0.unwrap();
+    assert!(chats.rejected(0).starts_with("status 400: ää") && chats.rejected(0).chars().count() < 400);
+}
+
+#[test]
+fn a_question_that_keeps_failing_is_rejected_when_others_do_not() {
+    let server = Server::start(with_ids, |seen| if seen.asked() == asked(1, 0) { status(500) } else { Misdeed::None });
+    let mut chats = Chats::new(8, 1);
+    run(&mut chats, &settings(&[&server])).0.unwrap();
+    let reason = chats.rejected(100);
+    assert!(reason.contains("4 attempts") && reason.contains("words of 500") && reason.contains(&server.url), "{reason}");
+    assert_eq!(chats.ended.values().filter(|result| result.is_ok()).count(), 7);
+    assert_eq!(server.asked().iter().filter(|seen| seen.asked() == asked(1, 0)).count(), 4);
+}
+
+#[test]
+fn a_question_that_keeps_failing_alone_is_rejected_when_the_server_passes_a_probe() {
+    let server = Server::start(with_ids, |seen| if seen.is_probe() { Misdeed::None } else { Misdeed::Close });
+    let mut chats = Chats::new(1, 1);
+    run(&mut chats, &settings(&[&server])).0.unwrap();
+    assert!(chats.rejected(0).contains("the connection broke"), "{}", chats.rejected(0));
+}
+
+#[test]
+fn a_server_is_left_alone_for_as_long_as_it_asks() {
+    let date = || {
+        // Dates have whole seconds, so this is one second away at least.
+        let date = chrono::Utc::now() + chrono::Duration::milliseconds(1999);
+        date.format("%a, %d %b %Y %H:%M:%S GMT").to_string()
+    };
+    for value in ["1".to_owned(), date()] {
+        for code in [429, 503] {
+            let header = format!("Retry-After: {value}");
+            let busy = once(Misdeed::Status(code, header, "busy".to_owned()));
+            let server = Server::start(with_ids, move |seen| if seen.number == 0 { busy(seen) } else { Misdeed::None });
+            let mut chats = Chats::new(2, 1);
+            run(&mut chats, &ServingSettings { concurrency: 1, ..settings(&[&server]) }).0.unwrap();
+            chats.assert_all_answered(2);
+            let asked = server.asked();
+            let wait = asked[1].at - asked[0].at;
+            let is_date = value.contains("GMT");
+            assert!(wait > Duration::from_millis(if is_date { 0 } else { 1000 }) && wait < Duration::from_secs(2), "{wait:?}");
+            if is_date {
+                break;
+            }
+        }
+    }
+    // No longer than the longest delay.
+    let server = Server::start(with_ids, once(Misdeed::Status(429, "Retry-After: 3600".to_owned(), String::new())));
+    let mut settings = settings(&[&server]);
+    settings.pace.longest_delay = Duration::from_millis(50);
+    let started = Instant::now();
+    run(&mut Chats::new(1, 1), &settings).0.unwrap();
+    assert!(started.elapsed() < Duration::from_secs(1));
+}
+
+#[test]
+fn a_busy_server_costs_no_question() {
+    let start = Instant::now();
+    let server = Server::start(with_ids, move |_| {
+        if start.elapsed() < Duration::from_millis(300) { status(429) } else { Misdeed::Late(Duration::from_millis(2)) }
+    });
+    let mut settings = settings(&[&server]);
+    settings.retries = 8;
+    let mut chats = Chats::new(100, 1);
+    run(&mut chats, &settings).0.unwrap();
+    chats.assert_all_answered(100);
+}
+
+#[test]
+fn a_hang_costs_the_timeout_and_no_more() {
+    let server = Server::start(with_ids, once(Misdeed::Hang));
+    let mut chats = Chats::new(4, 1);
+    let started = Instant::now();
+    let (result, states) = run(&mut chats, &ServingSettings { timeout: Duration::from_millis(300), ..settings(&[&server]) });
+    result.unwrap();
+    chats.assert_all_answered(4);
+    assert!(states[0].last_fault.as_ref().unwrap().contains("no answer within 0.3 s"), "{states:?}");
+    assert!((300..1500).contains(&(started.elapsed().as_millis() as u64)), "{:?}", started.elapsed());
+}
+
+#[test]
+fn the_wish_to_stop_is_obeyed_while_requests_hang() {
+    let server = Server::start(with_ids, |seen| if seen.number % 2 == 1 { Misdeed::Hang } else { Misdeed::None });
+    let (stop, mut chats) = (AtomicBool::new(false), Chats::new(50, 1));
+    let took = thread::scope(|scope| {
+        let stopper = scope.spawn(|| {
+            thread::sleep(Duration::from_millis(300));
+            stop.store(true, Ordering::Relaxed);
+            Instant::now()
+        });
+        let settings = ServingSettings { timeout: Duration::from_secs(600), ..settings(&[&server]) };
+        answer_all(&mut chats, &settings, &stop, &mut |_| {}).unwrap();
+        stopper.join().unwrap().elapsed()
+    });
+    assert!(took < Duration::from_millis(500), "{took:?}");
+    assert!(!chats.under_way.is_empty());
+}
+
+#[test]
+fn nothing_more_is_asked_when_there_is_enough() {
+    let server = Server::start(with_ids, behaved);
+    let mut chats = Chats { enough: Some(5), ..Chats::new(50, 1) };
+    run(&mut chats, &settings(&[&server])).0.unwrap();
+    assert_eq!(chats.ended.len(), 5);
+    assert!(server.asked().len() < 12);
+}
+
+#[test]
+fn nothing_is_sent_when_there_is_nothing_to_ask() {
+    let server = Server::start(with_ids, behaved);
+    run(&mut Chats::new(0, 1), &settings(&[&server])).0.unwrap();
+    assert!(server.seen().is_empty());
+}
+
+#[test]
+fn what_a_dead_server_was_asked_goes_to_the_others() {
+    let dies =
+        |seen: &Seen| if seen.number >= 20 && !seen.is_probe() { Misdeed::Die } else { Misdeed::Late(Duration::from_millis(2)) };
+    let (mortal, steady) = (Server::start(with_ids, dies), Server::start(with_ids, |_| Misdeed::Late(Duration::from_millis(2))));
+    let mut chats = Chats::new(200, 2);
+    let mut settings = settings(&[&mortal, &steady]);
+    // Not a single fault is forgiven, so this passes only if those of the dead server are not counted.
+    settings.retries = 0;
+    let (result, states) = run(&mut chats, &settings);
+    result.unwrap();
+    chats.assert_all_answered(200);
+    assert!(matches!(&states[0].phase, EndpointPhase::Dropped(reason) if reason.contains("cannot be reached")), "{states:?}");
+    assert_eq!(states[1].phase, EndpointPhase::Live);
+}
+
+#[test]
+fn a_server_that_hangs_for_good_is_dropped() {
+    let hangs = |seen: &Seen| if seen.number >= 10 { Misdeed::Hang } else { Misdeed::None };
+    let (mortal, steady) = (Server::start(with_ids, hangs), Server::start(with_ids, |_| Misdeed::Late(Duration::from_millis(5))));
+    let mut chats = Chats::new(300, 1);
+    let mut settings = ServingSettings { timeout: Duration::from_millis(250), retries: 0, ..settings(&[&mortal, &steady]) };
+    settings.pace.probe_again = Duration::from_secs(60);
+    let (result, states) = run(&mut chats, &settings);
+    result.unwrap();
+    chats.assert_all_answered(300);
+    assert!(matches!(&states[0].phase, EndpointPhase::Dropped(reason) if reason.contains("no answer within")), "{states:?}");
+    assert!(mortal.asked().len() < 30, "{}", mortal.asked().len());
+}
+
+#[test]
+fn when_all_are_dead_each_is_named_with_what_it_died_of() {
+    let refusing = Server::start(with_ids, behaved);
+    refusing.kill();
+    let failing = Server::start(with_ids, |seen| if seen.number >= 3 { status(500) } else { Misdeed::None });
+    let mut chats = Chats::new(20, 1);
+    let (result, _) = run(&mut chats, &settings(&[&refusing, &failing]));
+    let error = result.unwrap_err();
+    assert!(matches!(error, ServingError::AllDropped(_)));
+    let error = error.to_string();
+    for part in [&refusing.url, "cannot be reached", &failing.url, "status 500: words of 500"] {
+        assert!(error.contains(part), "{error}");
+    }
+    assert!(chats.ended.values().all(Result::is_ok) && !chats.under_way.is_empty());
+}
+
+#[test]
+fn a_server_that_comes_back_is_used_again() {
+    let first = Server::start(with_ids, |seen| if seen.number >= 5 { Misdeed::Die } else { Misdeed::None });
+    let steady = Server::start(with_ids, |_| Misdeed::Late(Duration::from_millis(20)));
+    let port = first.port();
+    let (mut chats, settings) = (Chats::new(500, 1), settings(&[&first, &steady]));
+    let mut second = None;
+    let mut was_dropped = false;
+    answer_all(&mut chats, &settings, &AtomicBool::new(false), &mut |states| {
+        if matches!(states[0].phase, EndpointPhase::Dropped(_)) && second.is_none() {
+            was_dropped = true;
+            second = Some(Server::start_at(port, &["test-model"], with_ids, |_| Misdeed::Late(Duration::from_millis(20))));
+        }
+    })
+    .unwrap();
+    chats.assert_all_answered(500);
+    assert!(was_dropped && second.unwrap().asked().len() > 20);
+}
+
+#[test]
+fn the_key_is_sent_and_never_shown() {
+    const KEY: &str = "sk-very-secret";
+    let echo = |code| {
+        let echo = json!({ "error": { "message": format!("the key Bearer {KEY} is bad") } }).to_string();
+        move |seen: &Seen| {
+            if seen.is_probe() && code != 401 { Misdeed::None } else { Misdeed::Status(code, String::new(), echo.clone()) }
+        }
+    };
+    let mut shown = Vec::new();
+    for code in [401, 400, 500] {
+        let server = Server::start(with_ids, echo(code));
+        let settings = ServingSettings { api_key: Some(ApiKey::new(KEY)), ..settings(&[&server]) };
+        let mut chats = Chats::new(3, 1);
+        let (result, states) = run(&mut chats, &settings);
+        shown.extend([format!("{result:?}"), format!("{states:?}"), format!("{:?}", chats.ended), format!("{settings:?}")]);
+        shown.extend(result.err().map(|error| error.to_string()));
+        let seen = server.seen();
+        assert!(!seen.is_empty() && seen.iter().all(|seen| seen.authorization.as_deref() == Some("Bearer sk-very-secret")));
+    }
+    assert!(shown.iter().all(|shown| !shown.contains("secret")), "{shown:?}");
+    assert!(shown.iter().any(|shown| shown.contains("status 401") && shown.contains("DRAFTHORSE_API_KEY")));
+    assert!(shown.iter().any(|shown| shown.contains("status 400: the key Bearer [key] is bad")));
+    let server = Server::start(with_ids, behaved);
+    let error = run(&mut Chats::new(1, 1), &ServingSettings { api_key: Some(ApiKey::new("se\ncret")), ..settings(&[&server]) }).0;
+    assert!(matches!(error, Err(ServingError::BadKey)));
+    run(&mut Chats::new(1, 1), &settings(&[&server])).0.unwrap();
+    assert!(server.seen().iter().all(|seen| seen.authorization.is_none()));
+}
+
+/// Refuses requests with one of these fields, with or without naming it.
+fn strict(fields: &'static [&'static str], names: bool) -> impl Fn(&Seen) -> Misdeed + Send + Sync {
+    move |seen| match fields.iter().find(|&&field| !seen.body[field].is_null()) {
+        Some(field) if names => Misdeed::Status(422, String::new(), format!("extra field {field}")),
+        Some(_) => Misdeed::Status(400, String::new(), "there are too many fields".to_owned()),
+        None => Misdeed::None,
+    }
+}
+
+#[test]
+fn a_server_need_not_know_all_fields() {
+    let fields = &["return_token_ids", "return_tokens", "repetition_penalty"];
+    for names in [true, false] {
+        let server = Server::start(with_ids, strict(fields, names));
+        let mut chats = Chats::new(5, 1);
+        let (result, states) = run(&mut chats, &settings(&[&server]));
+        result.unwrap();
+        chats.assert_all_answered(5);
+        assert!(chats.ended.values().flatten().all(|answer| answer.ids.is_none()));
+        let note = &states[0].notes[0];
+        assert!(note.starts_with("does not take ") && fields.iter().all(|field| note.contains(field)), "{note}");
+        assert_eq!(note.contains("repeat_penalty"), !names, "{note}");
+        assert_eq!(server.asked().len(), 5);
+        assert!(server.asked().iter().all(|seen| seen.body["chat_template_kwargs"] == json!({ "enable_thinking": false })));
+    }
+}
+
+#[test]
+fn a_server_without_a_setting_that_matters_is_not_used() {
+    for field in ["chat_template_kwargs", "top_k"] {
+        for names in [true, false] {
+            let server = if field == "top_k" {
+                Server::start(with_ids, strict(&["top_k"], names))
+            } else {
+                Server::start(with_ids, strict(&["chat_template_kwargs"], names))
+            };
+            let mut chats = Chats::new(5, 1);
+            let (result, _) = run(&mut chats, &ServingSettings { temperature: 0.5, top_k: 20, ..settings(&[&server]) });
+            let error = result.unwrap_err().to_string();
+            assert!(
+                error.contains("refuses requests with ") && error.contains(field) && error.contains("other settings"),
+                "{error}"
+            );
+            assert!(chats.ended.is_empty() && server.asked().is_empty());
+        }
+    }
+}
+
+#[test]
+fn a_server_that_refuses_everything_says_why() {
+    let server = Server::start(with_ids, |_| status(400));
+    let error = run(&mut Chats::new(5, 1), &settings(&[&server])).0.unwrap_err().to_string();
+    assert!(error.contains(&format!("`{}`: status 400: words of 400", server.url)), "{error}");
+    assert!(server.asked().is_empty());
+}
+
+#[test]
+fn a_first_question_that_is_refused_is_not_held_against_the_server() {
+    let server = Server::start(with_ids, |seen| if seen.asked() == asked(0, 0) { status(400) } else { Misdeed::None });
+    let mut chats = Chats::new(5, 1);
+    let (result, states) = run(&mut chats, &settings(&[&server]));
+    result.unwrap();
+    assert_eq!(chats.rejected(0), "status 400: words of 400");
+    assert_eq!(chats.ended.values().flatten().filter(|answer| answer.ids.is_some()).count(), 4);
+    assert_eq!((states[0].notes.len(), server.asked().len()), (0, 5));
+}
+
+#[test]
+fn a_server_that_makes_other_prompts_is_not_used() {
+    let other = |seen: &Seen| {
+        let mut reply = with_ids(seen);
+        reply.prompt_token_ids.as_mut().unwrap()[2] = 777;
+        reply
+    };
+    let server = Server::start(other, behaved);
+    let mut chats = Chats::new(5, 1);
+    let error = run(&mut chats, &settings(&[&server])).0.unwrap_err().to_string();
+    assert!(error.contains("at position 2 its prompt has token 777, the recorded one has token 101"), "{error}");
+    assert!(chats.ended.is_empty() && server.asked().is_empty());
+    // One question alone, later.
+    let later = move |seen: &Seen| if seen.asked() == asked(3, 0) { other(seen) } else { with_ids(seen) };
+    let server = Server::start(later, behaved);
+    let mut chats = Chats::new(5, 1);
+    run(&mut chats, &settings(&[&server])).0.unwrap();
+    assert!(chats.rejected(300).contains("at position 2 its prompt has token 777"));
+    assert_eq!((chats.ended.values().flatten().count(), server.asked().len()), (4, 5));
+}
+
+#[test]
+fn a_prompt_of_another_length_is_noted_where_there_are_no_ids() {
+    let counts = |seen: &Seen| Reply { token_ids: None, ..with_ids(seen) };
+    let longer = move |seen: &Seen| {
+        let mut reply = counts(seen);
+        reply.prompt_token_ids.as_mut().unwrap().push(3);
+        reply
+    };
+    // Ids are asked for under a field that this server refuses, so it counts and shows none.
+    let server = Server::start(longer, strict(&["return_token_ids"], true));
+    let (result, states) = run(&mut Chats::new(2, 1), &settings(&[&server]));
+    result.unwrap();
+    let recorded = question(0, 0, Vec::new()).prompt_ids.len();
+    let expected = format!("counts {} tokens in a prompt of {recorded}", recorded + 1);
+    assert!(states[0].notes.iter().any(|note| note.contains(&expected)), "{:?}", states[0].notes);
+}
+
+#[test]
+fn the_model_is_the_only_one_or_must_be_named() {
+    let several = Server::start_at(0, &["a", "b"], with_ids, behaved);
+    let error = run(&mut Chats::new(1, 1), &settings(&[&several])).0.unwrap_err().to_string();
+    assert!(error.contains(&several.url) && error.contains("`a`, `b`") && error.contains("regenerate.server_model"), "{error}");
+    run(&mut Chats::new(1, 1), &ServingSettings { model: Some("b".to_owned()), ..settings(&[&several]) }).0.unwrap();
+    assert!(several.asked().iter().all(|seen| seen.body["model"] == "b"));
+    let other = Server::start_at(0, &["c"], with_ids, behaved);
+    let one = Server::start_at(0, &["d"], with_ids, |_| Misdeed::Late(Duration::from_millis(5)));
+    let error = run(&mut Chats::new(50, 1), &settings(&[&other, &one])).0.unwrap_err().to_string();
+    assert!(error.contains("`c`") && error.contains("`d`") && error.contains("regenerate.server_model"), "{error}");
+    let none = Server::start_at(0, &[], with_ids, behaved);
+    let error = run(&mut Chats::new(1, 1), &settings(&[&none])).0.unwrap_err().to_string();
+    assert!(error.contains("lists no models"), "{error}");
+}
+
+#[test]
+fn a_server_that_forgets_its_model_costs_few_questions() {
+    let forgets = |seen: &Seen| if seen.number >= 10 { status(404) } else { Misdeed::None };
+    let server = Server::start(with_ids, forgets);
+    let mut chats = Chats::new(300, 1);
+    let error = run(&mut chats, &settings(&[&server])).0.unwrap_err().to_string();
+    assert!(error.contains("status 404"), "{error}");
+    assert!(chats.ended.values().filter(|result| result.is_err()).count() <= 4);
+}
+
+#[test]
+fn a_reply_without_end_is_cut_off_and_a_redirection_not_followed() {
+    let server = Server::start(with_ids, |seen| if seen.is_probe() { Misdeed::None } else { Misdeed::Endless });
+    let mut chats = Chats::new(1, 1);
+    run(&mut chats, &ServingSettings { retries: 0, ..settings(&[&server]) }).0.unwrap();
+    assert!(chats.rejected(0).contains("more than 64 MiB"), "{}", chats.rejected(0));
+    let elsewhere = Server::start(with_ids, behaved);
+    let location = format!("Location: {}/v1/chat/completions", elsewhere.url);
+    let server = Server::start(with_ids, move |_| Misdeed::Status(307, location.clone(), String::new()));
+    let error = run(&mut Chats::new(1, 1), &settings(&[&server])).0.unwrap_err().to_string();
+    assert!(error.contains("status 307") && error.contains(&elsewhere.url) && elsewhere.seen().is_empty(), "{error}");
+}
+
+#[test]
+fn settings_that_ask_for_nothing_are_refused() {
+    let server = Server::start(with_ids, behaved);
+    let none = ServingSettings { endpoints: Vec::new(), ..settings(&[]) };
+    assert!(matches!(run(&mut Chats::new(1, 1), &none).0, Err(ServingError::NoEndpoints)));
+    let idle = ServingSettings { concurrency: 0, ..settings(&[&server]) };
+    assert!(matches!(run(&mut Chats::new(1, 1), &idle).0, Err(ServingError::NoConcurrency)));
+    let mut twice = settings(&[&server, &server]);
+    twice.endpoints[1].push_str("/v1/");
+    assert!(matches!(run(&mut Chats::new(1, 1), &twice).0, Err(ServingError::Twice(_))));
+    let bad = ServingSettings { endpoints: vec!["host:8000".to_owned()], ..settings(&[]) };
+    let error = run(&mut Chats::new(1, 1), &bad).0.unwrap_err().to_string();
+    assert!(error.contains("`host:8000`"), "{error}");
+}
