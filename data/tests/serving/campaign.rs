@@ -2,15 +2,27 @@
 //! exactly once, and an answer is that of its own question.
 
 use super::*;
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// A number that is a function of these.
 fn drawn(seed: u64, server: u64, text: &str, repetition: usize) -> u64 {
-    let mut state = seed ^ (server << 32) ^ ((repetition as u64) << 48);
-    for byte in text.bytes() {
-        state = (state ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    let mut hasher = DefaultHasher::new();
+    (seed, server, text, repetition).hash(&mut hasher);
+    hasher.finish()
+}
+
+/// After how many questions a server dies: of three the first, and the second in every other campaign.
+fn dies_at(seed: u64, server: u64) -> usize {
+    match server {
+        0 => 30,
+        1 if seed.is_multiple_of(2) => 60,
+        _ => usize::MAX,
     }
-    state ^= state >> 29;
-    state.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 16
+}
+
+/// Whether servers hang at times, so that time-outs are short.
+fn hangs(seed: u64) -> bool {
+    seed.is_multiple_of(4)
 }
 
 /// Questions that a server will never answer: refused, or ended for another reason.
@@ -19,14 +31,8 @@ fn is_refused(seed: u64, text: &str) -> bool {
 }
 
 fn mischief(seed: u64, server: u64) -> impl Fn(&Seen) -> Misdeed + Send + Sync {
-    // Of three servers the first dies in the middle, and the second in every other campaign.
-    let dies_at = match server {
-        0 => 30,
-        1 if seed.is_multiple_of(2) => 60,
-        _ => usize::MAX,
-    };
     move |seen| {
-        if seen.number >= dies_at {
+        if seen.number >= dies_at(seed, server) {
             return Misdeed::Die;
         }
         if seen.is_probe() {
@@ -43,7 +49,7 @@ fn mischief(seed: u64, server: u64) -> impl Fn(&Seen) -> Misdeed + Send + Sync {
             4 => Misdeed::Body("{\"choices\": [{\"message\": ".to_owned()),
             5 => Misdeed::Close,
             6 => Misdeed::CloseMidBody,
-            7 if seen.repetition == 0 && seed.is_multiple_of(4) => Misdeed::Hang,
+            7 if seen.repetition == 0 && hangs(seed) => Misdeed::Hang,
             8..20 => Misdeed::Late(Duration::from_millis(drawn(seed, server, seen.asked(), 7) % 5)),
             _ => Misdeed::None,
         }
@@ -55,7 +61,7 @@ fn campaign(seed: u64) {
     let answers: [fn(&Seen) -> Reply; 3] = [with_ids, text_alone, with_ids];
     let servers: Vec<Server> = (0..3).map(|server| Server::start(answers[server as usize], mischief(seed, server))).collect();
     let mut settings = settings(&servers.iter().collect::<Vec<_>>());
-    settings.timeout = Duration::from_millis(700);
+    settings.timeout = Duration::from_millis(if hangs(seed) { 700 } else { 10_000 });
     settings.retries = 6;
     settings.concurrency = 8;
     settings.seed = seed;
@@ -86,15 +92,22 @@ fn campaign(seed: u64) {
                 // Its first turn was rejected.
                 None => assert!(turn == 1 && chats.ended[&(chat * 100)].is_err()),
             }
-            let refusals = servers.iter().flat_map(Server::asked).filter(|seen| is_refused(seed, &text) && seen.asked() == text);
-            let alive = |seen: &Seen| seen.number < 30;
-            assert!(refusals.filter(alive).count() <= 1, "{text} was asked again");
+            if is_refused(seed, &text) && !hangs(seed) {
+                let asked = |server: &Server| server.asked().iter().filter(|seen| seen.asked() == text).count();
+                let asked: Vec<usize> = servers.iter().map(asked).collect();
+                // A server that dies may take its refusal with it.
+                let deaths = 1 + usize::from(seed.is_multiple_of(2));
+                assert!(asked[2] <= 1 && asked.iter().sum::<usize>() <= 1 + deaths, "{text} was asked again: {asked:?}");
+            }
         }
     }
     assert!(rejected > 0);
-    assert!(matches!(states[0].phase, EndpointPhase::Dropped(_)), "{seed}: {states:?}");
-    assert_eq!(matches!(states[1].phase, EndpointPhase::Dropped(_)), seed.is_multiple_of(2), "{seed}: {states:?}");
-    assert_eq!(states[2].phase, EndpointPhase::Live);
+    for (server, state) in states.iter().enumerate() {
+        let is_dead = servers[server].asked().len() > dies_at(seed, server as u64);
+        // The last answer may come before the last probe has failed.
+        let is_dropped = matches!(state.phase, EndpointPhase::Dropped(_));
+        assert!(if is_dead { state.phase != EndpointPhase::Live } else { !is_dropped }, "{seed}: {state:?}");
+    }
     assert_eq!(states.iter().map(|state| state.answered + state.rejected).sum::<u64>(), chats.ended.len() as u64);
 }
 

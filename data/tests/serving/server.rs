@@ -5,7 +5,7 @@
 
 use serde_json::{Value, json};
 use std::collections::HashMap;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -200,7 +200,7 @@ impl Shared {
     }
 
     fn read(&self, reader: &mut impl BufRead) -> Option<Seen> {
-        let mut line = |reader: &mut dyn BufRead| {
+        let line = |reader: &mut dyn BufRead| {
             let mut line = String::new();
             reader.read_line(&mut line).ok().filter(|&read| read > 0).map(|_| line.trim_end().to_owned())
         };
