@@ -111,6 +111,16 @@ impl<'d> Dispatcher<'d> {
         conversations: &mut dyn Conversations,
         progress: &mut dyn FnMut(&[EndpointState]),
     ) -> Result<(), ServingError> {
+        let ended = self.answer_all(conversations, progress);
+        self.tell(progress);
+        ended
+    }
+
+    fn answer_all(
+        &mut self,
+        conversations: &mut dyn Conversations,
+        progress: &mut dyn FnMut(&[EndpointState]),
+    ) -> Result<(), ServingError> {
         let Some(first) = conversations.next() else { return Ok(()) };
         self.take(first);
         for index in 0..self.servers.len() {
@@ -130,7 +140,6 @@ impl<'d> Dispatcher<'d> {
                 break;
             }
         }
-        self.tell(progress);
         Ok(())
     }
 

@@ -169,13 +169,15 @@ fn notes(left_out: &[&'static str], completion: Option<&Completion>, question: &
     let Some(completion) = completion else { return notes };
     if !completion.has_ids() {
         notes.push("returns no token ids: they come from the text by the recorded tokenizer".to_owned());
-        let counted = completion.counted_prompt().filter(|&counted| counted != question.prompt_ids.len() as u64);
-        if let Some(counted) = counted {
-            let recorded = question.prompt_ids.len();
-            notes.push(format!(
-                "counts {counted} tokens in a prompt of {recorded}: its chat template or tokenizer may not be the recorded one"
-            ));
-        }
+    }
+    let recorded = question.prompt_ids.len() as u64;
+    if !completion.has_prompt_ids()
+        && let Some(counted) = completion.counted_prompt()
+        && counted != recorded
+    {
+        notes.push(format!(
+            "counts {counted} tokens in a prompt of {recorded}: its chat template or tokenizer may not be the recorded one"
+        ));
     }
     notes
 }

@@ -25,8 +25,9 @@ pub(super) struct Extra {
 pub(super) fn extras(settings: &ServingSettings) -> Vec<Extra> {
     let optional = |name, value| Extra { name, value, needed: false };
     let needed = |name, value| Extra { name, value, needed: true };
-    // llama.cpp's name, then the name of the others.
-    let mut extras = vec![optional("return_tokens", json!(true)), optional("return_token_ids", json!(true))];
+    // Token ids: llama.cpp's two names, then the name of vLLM and SGLang.
+    let ids = ["verbose", "return_tokens", "return_token_ids"];
+    let mut extras: Vec<Extra> = ids.map(|name| optional(name, json!(true))).into();
     extras.extend([optional("repeat_penalty", json!(1.0)), optional("repetition_penalty", json!(1.0))]);
     if settings.temperature > 0.0 {
         extras.push(optional("min_p", json!(0.0)));
@@ -85,7 +86,7 @@ pub(super) struct Completion {
     prompt_token_ids: Option<Vec<i64>>,
     #[serde(default)]
     usage: Option<Usage>,
-    /// What llama.cpp adds when it was started with `--verbose`.
+    /// What llama.cpp adds on request, and older versions when started with `--verbose`.
     #[serde(default, rename = "__verbose")]
     verbose: Option<Verbose>,
 }
@@ -158,6 +159,11 @@ impl Completion {
     pub(super) fn has_ids(&self) -> bool {
         let of_choice = self.choices.iter().flatten().next().is_some_and(|choice| choice.token_ids.is_some());
         of_choice || self.verbose_ids().is_some()
+    }
+
+    /// Whether the server tells which prompt it saw.
+    pub(super) fn has_prompt_ids(&self) -> bool {
+        self.prompt_ids().is_some()
     }
 
     /// llama.cpp lists no ids when it was not asked for them.

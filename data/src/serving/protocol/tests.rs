@@ -48,13 +48,13 @@ fn a_request_says_what_the_settings_say() {
     let greedy = body(&settings(), &[]);
     let expected = json!({
         "model": "m", "messages": [{ "role": "user", "content": "Hi" }], "temperature": 0.0, "top_p": 1.0, "max_tokens": 64,
-        "seed": greedy["seed"], "stream": false, "return_tokens": true, "return_token_ids": true, "repeat_penalty": 1.0,
-        "repetition_penalty": 1.0, "chat_template_kwargs": { "enable_thinking": false }
+        "seed": greedy["seed"], "stream": false, "verbose": true, "return_tokens": true, "return_token_ids": true,
+        "repeat_penalty": 1.0, "repetition_penalty": 1.0, "chat_template_kwargs": { "enable_thinking": false }
     });
     assert_eq!(greedy, expected);
     let sampled =
         ServingSettings { temperature: 0.6, top_p: 0.95, top_k: 20, thinking: true, stop_tokens: vec![2, 4], ..settings() };
-    let sampled = body(&sampled, &["return_tokens", "repeat_penalty"]);
+    let sampled = body(&sampled, &["verbose", "return_tokens", "repeat_penalty"]);
     let expected = json!({
         "model": "m", "messages": [{ "role": "user", "content": "Hi" }], "temperature": 0.6, "top_p": 0.95, "max_tokens": 64,
         "seed": greedy["seed"], "stream": false, "return_token_ids": true, "repetition_penalty": 1.0, "min_p": 0.0,
