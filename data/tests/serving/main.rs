@@ -14,6 +14,8 @@ use data::serving::{ApiKey, EndpointPhase, EndpointState, Pace, ServingError, Se
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::ops::ControlFlow;
+use std::process::Command;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -181,6 +183,16 @@ fn all_turns_are_answered_with_ids_or_without() {
 }
 
 #[test]
+fn a_proxy_does_not_stand_before_servers_of_this_machine() {
+    // The environment of a process is read by all of its threads, so this takes one of its own.
+    let test = ["--exact", "all_turns_are_answered_with_ids_or_without"];
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(test).env("ALL_PROXY", "http://127.0.0.1:9").env("NO_PROXY", "").env("no_proxy", "");
+    let output = command.output().unwrap();
+    assert!(output.status.success() && String::from_utf8_lossy(&output.stdout).contains("1 passed"), "{output:?}");
+}
+
+#[test]
 fn a_thousand_are_asked_at_once() {
     // None is answered before a thousand have been asked.
     let asked = AtomicUsize::new(0);
@@ -333,6 +345,19 @@ fn the_wish_to_stop_is_obeyed_while_requests_hang() {
 }
 
 #[test]
+fn an_answer_that_comes_after_the_wish_to_stop_is_not_passed_on() {
+    let stop = Arc::new(AtomicBool::new(false));
+    let stopping = stop.clone();
+    let server = Server::start(with_ids, move |seen| {
+        stopping.store(!seen.is_probe(), Ordering::Relaxed);
+        Misdeed::None
+    });
+    let mut chats = Chats::new(3, 1);
+    answer_all(&mut chats, &ServingSettings { concurrency: 1, ..settings(&[&server]) }, &stop, &mut |_| {}).unwrap();
+    assert!(chats.ended.is_empty() && server.asked().len() == 1);
+}
+
+#[test]
 fn nothing_more_is_asked_when_there_is_enough() {
     let server = Server::start(with_ids, behaved);
     let mut chats = Chats { enough: Some(5), ..Chats::new(50, 1) };
@@ -376,6 +401,34 @@ fn a_server_that_hangs_for_good_is_dropped() {
     chats.assert_all_answered(300);
     assert!(matches!(&states[0].phase, EndpointPhase::Dropped(reason) if reason.contains("no answer within")), "{states:?}");
     assert!(mortal.asked().len() < 30, "{}", mortal.asked().len());
+}
+
+#[test]
+fn faults_in_a_row_cast_doubt_on_a_server_however_often_questions_may_be_asked() {
+    let fails = |seen: &Seen| if seen.number >= 3 { status(500) } else { Misdeed::None };
+    let (failing, steady) =
+        (Server::start(with_ids, fails), Server::start(with_ids, |_| Misdeed::Late(Duration::from_millis(5))));
+    let mut chats = Chats::new(200, 1);
+    let mut settings = ServingSettings { concurrency: 1, retries: 1000, ..settings(&[&failing, &steady]) };
+    settings.pace.longest_delay = Duration::from_millis(1);
+    run(&mut chats, &settings).0.unwrap();
+    chats.assert_all_answered(200);
+    // Three answers and five faults.
+    assert_eq!(failing.asked().len(), 8);
+}
+
+#[test]
+fn a_server_that_passes_probes_and_nothing_else_is_asked_less_and_less() {
+    let server = Server::start(with_ids, |seen| if seen.is_probe() { Misdeed::None } else { status(500) });
+    let mut chats = Chats::new(6, 1);
+    let mut settings = ServingSettings { concurrency: 1, retries: 0, ..settings(&[&server]) };
+    settings.pace.first_delay = Duration::from_millis(40);
+    run(&mut chats, &settings).0.unwrap();
+    assert!(chats.ended.len() == 6 && chats.ended.values().all(Result::is_err));
+    let waits: Vec<Duration> = server.asked().windows(2).map(|pair| pair[1].at - pair[0].at).collect();
+    for (number, wait) in waits.iter().enumerate() {
+        assert!(*wait >= Duration::from_millis(20 << number), "{waits:?}");
+    }
 }
 
 #[test]
