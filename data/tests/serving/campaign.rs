@@ -1,8 +1,13 @@
 //! Everything at once: several servers, some of which die for good, and faults drawn by a seed. Whatever is drawn, each question ends
 //! exactly once, and an answer is that of its own question.
 
-use super::*;
+use super::chats::*;
+use super::server::{Misdeed, Reply, Seen, Server};
+use data::serving::{EndpointPhase, Pace};
+use serde_json::json;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::thread;
+use std::time::Duration;
 
 /// A number that is a function of these.
 fn drawn(seed: u64, server: u64, text: &str, repetition: usize) -> u64 {

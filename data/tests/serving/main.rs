@@ -4,161 +4,20 @@
 #![allow(clippy::unwrap_used)]
 
 mod campaign;
+mod chats;
+mod probes;
 mod server;
 
+use self::chats::*;
 use self::server::{Misdeed, Reply, Seen, Server};
-use data::engine::{Answer, Conversations, Question};
-use data::prompts::Message;
 use data::responses::FinishReason;
-use data::serving::{ApiKey, EndpointPhase, EndpointState, Pace, ServingError, ServingSettings, answer_all};
-use serde_json::{Value, json};
-use std::collections::{BTreeMap, HashSet, VecDeque};
-use std::ops::ControlFlow;
+use data::serving::{ApiKey, EndpointPhase, ServingError, ServingSettings, answer_all};
+use serde_json::json;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-
-const STOP_TOKEN: u32 = 2;
-
-/// Chats of one turn or more; the next turn is asked when the one before is answered.
-#[derive(Default)]
-struct Chats {
-    turns: u64,
-    to_ask: VecDeque<Question>,
-    under_way: HashSet<u64>,
-    ended: BTreeMap<u64, Result<Answer, String>>,
-    /// So many answers are enough.
-    enough: Option<usize>,
-    is_closed: bool,
-}
-
-impl Chats {
-    fn new(chats: u64, turns: u64) -> Self {
-        let mut all = Chats { turns, ..Chats::default() };
-        (0..chats).for_each(|chat| all.to_ask.push_back(question(chat, 0, Vec::new())));
-        all
-    }
-
-    fn rejected(&self, key: u64) -> &str {
-        self.ended[&key].as_ref().unwrap_err()
-    }
-
-    /// All keys have their own answers.
-    fn assert_all_answered(&self, chats: u64) {
-        assert_eq!(self.ended.len() as u64, chats * self.turns);
-        for (key, result) in &self.ended {
-            let answer = result.as_ref().unwrap();
-            assert_eq!(answer.text.as_deref().unwrap(), answer_to(&asked(key / 100, key % 100)));
-        }
-    }
-}
-
-impl Conversations for Chats {
-    fn next(&mut self) -> Option<Question> {
-        let question = self.to_ask.pop_front()?;
-        assert!(self.under_way.insert(question.key));
-        Some(question)
-    }
-
-    fn answer(&mut self, key: u64, answer: Result<Answer, String>) -> ControlFlow<()> {
-        assert!(!self.is_closed, "an answer after the end");
-        assert!(self.under_way.remove(&key), "question {key} was not under way");
-        let (chat, turn) = (key / 100, key % 100);
-        if let (Ok(answer), true) = (&answer, turn + 1 < self.turns) {
-            let before: Vec<Message> =
-                vec![Message::new("user", asked(chat, turn)), Message::new("assistant", answer.text.clone().unwrap_or_default())];
-            self.to_ask.push_back(question(chat, turn + 1, before));
-        }
-        assert!(self.ended.insert(key, answer).is_none(), "question {key} ended twice");
-        let is_enough = self.enough.is_some_and(|enough| self.ended.len() >= enough);
-        if is_enough { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-    }
-}
-
-fn asked(chat: u64, turn: u64) -> String {
-    format!("question {chat}, turn {turn}")
-}
-
-fn answer_to(asked: &str) -> String {
-    format!("answer to {asked}")
-}
-
-fn question(chat: u64, turn: u64, mut messages: Vec<Message>) -> Question {
-    messages.push(Message::new("user", asked(chat, turn)));
-    let prompt_ids = prompt_ids(&json!(messages));
-    Question { key: chat * 100 + turn, messages, tools: None, prompt_ids, counter: chat * 100 + turn }
-}
-
-/// The template and the tokenizer of these tests: a token for each byte.
-fn prompt_ids(messages: &Value) -> Vec<u32> {
-    let text = |message: &Value| format!("{}:{}\n", message["role"].as_str().unwrap(), message["content"].as_str().unwrap());
-    messages.as_array().unwrap().iter().map(text).collect::<String>().bytes().map(u32::from).collect()
-}
-
-fn ids_of(text: &str) -> Vec<u32> {
-    text.bytes().map(u32::from).chain([STOP_TOKEN]).collect()
-}
-
-/// As vLLM answers: text, ids and the prompt's ids.
-fn with_ids(seen: &Seen) -> Reply {
-    let text = answer_to(seen.asked());
-    let token_ids = Some(ids_of(&text));
-    Reply { text: Some(text), token_ids, prompt_token_ids: Some(prompt_ids(&seen.body["messages"])), ..Reply::default() }
-}
-
-/// As servers without ids answer.
-fn text_alone(seen: &Seen) -> Reply {
-    Reply { text: Some(answer_to(seen.asked())), ..Reply::default() }
-}
-
-fn behaved(_: &Seen) -> Misdeed {
-    Misdeed::None
-}
-
-fn status(status: u16) -> Misdeed {
-    Misdeed::Status(status, String::new(), json!({ "error": { "message": format!("words of {status}") } }).to_string())
-}
-
-/// Misbehaves when a question is asked first, and no more.
-fn once(misdeed: Misdeed) -> impl Fn(&Seen) -> Misdeed + Send + Sync {
-    move |seen| if seen.repetition == 0 && !seen.is_probe() { misdeed.clone() } else { Misdeed::None }
-}
-
-fn settings(servers: &[&Server]) -> ServingSettings {
-    ServingSettings {
-        endpoints: servers.iter().map(|server| server.url.clone()).collect(),
-        model: None,
-        concurrency: 4,
-        timeout: Duration::from_secs(5),
-        retries: 3,
-        temperature: 0.0,
-        top_p: 1.0,
-        top_k: 0,
-        max_new_tokens: 64,
-        thinking: false,
-        seed: 1,
-        api_key: None,
-        stop_tokens: vec![STOP_TOKEN],
-        pace: Pace {
-            first_delay: Duration::from_millis(5),
-            longest_delay: Duration::from_secs(3),
-            probe_again: Duration::from_millis(100),
-        },
-    }
-}
-
-/// Asks all, and says how the servers did in the end.
-fn run(chats: &mut Chats, settings: &ServingSettings) -> (Result<(), ServingError>, Vec<EndpointState>) {
-    let mut last = Vec::new();
-    let result = answer_all(chats, settings, &AtomicBool::new(false), &mut |states| last = states.to_vec());
-    chats.is_closed = true;
-    if result.is_ok() && chats.enough.is_none() {
-        assert!(chats.under_way.is_empty() && chats.to_ask.is_empty());
-    }
-    (result, last)
-}
 
 #[test]
 fn all_turns_are_answered_with_ids_or_without() {
@@ -360,7 +219,8 @@ fn an_answer_that_comes_after_the_wish_to_stop_is_not_passed_on() {
 #[test]
 fn nothing_more_is_asked_when_there_is_enough() {
     let server = Server::start(with_ids, behaved);
-    let mut chats = Chats { enough: Some(5), ..Chats::new(50, 1) };
+    let mut chats = Chats::new(50, 1);
+    chats.enough = Some(5);
     run(&mut chats, &settings(&[&server])).0.unwrap();
     assert_eq!(chats.ended.len(), 5);
     assert!(server.asked().len() < 12);
@@ -494,127 +354,6 @@ fn the_key_is_sent_and_never_shown() {
     assert!(matches!(error, Err(ServingError::BadKey)));
     run(&mut Chats::new(1, 1), &settings(&[&server])).0.unwrap();
     assert!(server.seen().iter().all(|seen| seen.authorization.is_none()));
-}
-
-/// Refuses requests with one of these fields, with or without naming it.
-fn strict(fields: &'static [&'static str], names: bool) -> impl Fn(&Seen) -> Misdeed + Send + Sync {
-    move |seen| match fields.iter().find(|&&field| !seen.body[field].is_null()) {
-        Some(field) if names => Misdeed::Status(422, String::new(), format!("extra field {field}")),
-        Some(_) => Misdeed::Status(400, String::new(), "there are too many fields".to_owned()),
-        None => Misdeed::None,
-    }
-}
-
-#[test]
-fn a_server_need_not_know_all_fields() {
-    let fields = &["return_token_ids", "return_tokens", "repetition_penalty"];
-    for names in [true, false] {
-        let server = Server::start(with_ids, strict(fields, names));
-        let mut chats = Chats::new(5, 1);
-        let (result, states) = run(&mut chats, &settings(&[&server]));
-        result.unwrap();
-        chats.assert_all_answered(5);
-        assert!(chats.ended.values().flatten().all(|answer| answer.ids.is_none()));
-        let note = &states[0].notes[0];
-        assert!(note.starts_with("does not take ") && fields.iter().all(|field| note.contains(field)), "{note}");
-        assert_eq!(note.contains("repeat_penalty"), !names, "{note}");
-        assert_eq!(server.asked().len(), 5);
-        assert!(server.asked().iter().all(|seen| seen.body["chat_template_kwargs"] == json!({ "enable_thinking": false })));
-    }
-}
-
-#[test]
-fn a_server_without_a_setting_that_matters_is_not_used() {
-    for field in ["chat_template_kwargs", "top_k"] {
-        for names in [true, false] {
-            let server = if field == "top_k" {
-                Server::start(with_ids, strict(&["top_k"], names))
-            } else {
-                Server::start(with_ids, strict(&["chat_template_kwargs"], names))
-            };
-            let mut chats = Chats::new(5, 1);
-            let (result, _) = run(&mut chats, &ServingSettings { temperature: 0.5, top_k: 20, ..settings(&[&server]) });
-            let error = result.unwrap_err().to_string();
-            assert!(
-                error.contains("refuses requests with ") && error.contains(field) && error.contains("other settings"),
-                "{error}"
-            );
-            assert!(chats.ended.is_empty() && server.asked().is_empty());
-        }
-    }
-}
-
-#[test]
-fn a_server_that_refuses_everything_says_why() {
-    let server = Server::start(with_ids, |_| status(400));
-    let error = run(&mut Chats::new(5, 1), &settings(&[&server])).0.unwrap_err().to_string();
-    assert!(error.contains(&format!("`{}`: status 400: words of 400", server.url)), "{error}");
-    assert!(server.asked().is_empty());
-}
-
-#[test]
-fn a_first_question_that_is_refused_is_not_held_against_the_server() {
-    let server = Server::start(with_ids, |seen| if seen.asked() == asked(0, 0) { status(400) } else { Misdeed::None });
-    let mut chats = Chats::new(5, 1);
-    let (result, states) = run(&mut chats, &settings(&[&server]));
-    result.unwrap();
-    assert_eq!(chats.rejected(0), "status 400: words of 400");
-    assert_eq!(chats.ended.values().flatten().filter(|answer| answer.ids.is_some()).count(), 4);
-    assert_eq!((states[0].notes.len(), server.asked().len()), (0, 5));
-}
-
-#[test]
-fn a_server_that_makes_other_prompts_is_not_used() {
-    let other = |seen: &Seen| {
-        let mut reply = with_ids(seen);
-        reply.prompt_token_ids.as_mut().unwrap()[2] = 777;
-        reply
-    };
-    let server = Server::start(other, behaved);
-    let mut chats = Chats::new(5, 1);
-    let error = run(&mut chats, &settings(&[&server])).0.unwrap_err().to_string();
-    assert!(error.contains("at position 2 its prompt has token 777, the recorded one has token 101"), "{error}");
-    assert!(chats.ended.is_empty() && server.asked().is_empty());
-    // One question alone, later.
-    let later = move |seen: &Seen| if seen.asked() == asked(3, 0) { other(seen) } else { with_ids(seen) };
-    let server = Server::start(later, behaved);
-    let mut chats = Chats::new(5, 1);
-    run(&mut chats, &settings(&[&server])).0.unwrap();
-    assert!(chats.rejected(300).contains("at position 2 its prompt has token 777"));
-    assert_eq!((chats.ended.values().flatten().count(), server.asked().len()), (4, 5));
-}
-
-#[test]
-fn a_prompt_of_another_length_is_noted_where_there_are_no_ids() {
-    let counts = |seen: &Seen| Reply { token_ids: None, ..with_ids(seen) };
-    let longer = move |seen: &Seen| {
-        let mut reply = counts(seen);
-        reply.prompt_token_ids.as_mut().unwrap().push(3);
-        reply
-    };
-    // Ids are asked for under a field that this server refuses, so it counts and shows none.
-    let server = Server::start(longer, strict(&["return_token_ids"], true));
-    let (result, states) = run(&mut Chats::new(2, 1), &settings(&[&server]));
-    result.unwrap();
-    let recorded = question(0, 0, Vec::new()).prompt_ids.len();
-    let expected = format!("counts {} tokens in a prompt of {recorded}", recorded + 1);
-    assert!(states[0].notes.iter().any(|note| note.contains(&expected)), "{:?}", states[0].notes);
-}
-
-#[test]
-fn the_model_is_the_only_one_or_must_be_named() {
-    let several = Server::start_at(0, &["a", "b"], with_ids, behaved);
-    let error = run(&mut Chats::new(1, 1), &settings(&[&several])).0.unwrap_err().to_string();
-    assert!(error.contains(&several.url) && error.contains("`a`, `b`") && error.contains("regenerate.server_model"), "{error}");
-    run(&mut Chats::new(1, 1), &ServingSettings { model: Some("b".to_owned()), ..settings(&[&several]) }).0.unwrap();
-    assert!(several.asked().iter().all(|seen| seen.body["model"] == "b"));
-    let other = Server::start_at(0, &["c"], with_ids, behaved);
-    let one = Server::start_at(0, &["d"], with_ids, |_| Misdeed::Late(Duration::from_millis(5)));
-    let error = run(&mut Chats::new(50, 1), &settings(&[&other, &one])).0.unwrap_err().to_string();
-    assert!(error.contains("`c`") && error.contains("`d`") && error.contains("regenerate.server_model"), "{error}");
-    let none = Server::start_at(0, &[], with_ids, behaved);
-    let error = run(&mut Chats::new(1, 1), &settings(&[&none])).0.unwrap_err().to_string();
-    assert!(error.contains("lists no models"), "{error}");
 }
 
 #[test]
