@@ -44,7 +44,7 @@ pub(super) fn probe(
     let mut accepted = Accepted { model, left_out: Vec::new(), notes: Vec::new() };
     let mut reply = probe.ask(question, &accepted);
     if let Err(fault) = &reply
-        && fault.kind == FaultKind::Refused
+        && may_be_the_questions(fault)
     {
         accepted.left_out = probe.fields_to_leave_out(&accepted, fault)?;
         if !accepted.left_out.is_empty() {
@@ -54,7 +54,7 @@ pub(super) fn probe(
     let completion = match reply {
         Ok(completion) => Some(completion),
         // Another question was accepted: it is this one that the server does not like, which is not held against the server.
-        Err(fault) if fault.kind == FaultKind::Refused => None,
+        Err(fault) if may_be_the_questions(&fault) => None,
         Err(fault) => return Err(fault.into()),
     };
     accepted.notes = notes(&accepted.left_out, completion.as_ref(), question);
@@ -62,6 +62,11 @@ pub(super) fn probe(
         Some(difference) => Err(Failure::Fault(difference)),
         None => Ok(accepted),
     }
+}
+
+/// Whether a server that answers like this may answer another question.
+fn may_be_the_questions(fault: &Fault) -> bool {
+    matches!(fault.kind, FaultKind::Final | FaultKind::Refused | FaultKind::Passing)
 }
 
 struct Probe<'p> {
@@ -94,7 +99,7 @@ impl Probe<'_> {
         })
     }
 
-    /// The fields to leave out of requests to a server that refused one; none if it takes another question with all of them.
+    /// The fields to leave out of requests to a server that failed at one; none if it takes another question with all of them.
     fn fields_to_leave_out(&self, accepted: &Accepted, refusal: &Fault) -> Result<Vec<&'static str>, Failure> {
         let greeting =
             Question { key: 0, messages: vec![Message::new("user", "Hello")], tools: None, prompt_ids: Vec::new(), counter: 0 };

@@ -107,7 +107,10 @@ impl Served {
         self.faults += 1;
         self.last_fault = Some(fault.reason.clone());
         if fault.kind == FaultKind::Busy || fault.retry_after.is_some() {
-            self.busy_in_row += 1;
+            // What was under way when it became busy says so all at once, which is one time.
+            if self.paused_until.is_none_or(|until| until <= now) {
+                self.busy_in_row += 1;
+            }
             self.pause(delay(settings, fault.retry_after, index as u64, self.busy_in_row), now);
             return false;
         }

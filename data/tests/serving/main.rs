@@ -174,6 +174,17 @@ fn a_busy_server_costs_no_question() {
 }
 
 #[test]
+fn a_server_that_is_busy_for_many_at_once_is_left_alone_as_for_one() {
+    let busy = |seen: &Seen| if seen.number < 16 && !seen.is_probe() { status(429) } else { Misdeed::None };
+    let server = Server::start(with_ids, busy);
+    let mut chats = Chats::new(40, 1);
+    let started = Instant::now();
+    run(&mut chats, &ServingSettings { concurrency: 16, ..settings(&[&server]) }).0.unwrap();
+    chats.assert_all_answered(40);
+    assert!(started.elapsed() < Duration::from_secs(1), "{:?}", started.elapsed());
+}
+
+#[test]
 fn a_hang_costs_the_timeout_and_no_more() {
     let server = Server::start(with_ids, once(Misdeed::Hang));
     let mut chats = Chats::new(4, 1);

@@ -63,14 +63,16 @@ fn a_server_that_refuses_everything_says_why() {
 }
 
 #[test]
-fn a_first_question_that_is_refused_is_not_held_against_the_server() {
-    let server = Server::start(with_ids, |seen| if seen.asked() == asked(0, 0) { status(400) } else { Misdeed::None });
-    let mut chats = Chats::new(5, 1);
-    let (result, states) = run(&mut chats, &settings(&[&server]));
-    result.unwrap();
-    assert_eq!(chats.rejected(0), "status 400: words of 400");
-    assert_eq!(chats.ended.values().flatten().filter(|answer| answer.ids.is_some()).count(), 4);
-    assert_eq!((states[0].notes.len(), server.asked().len()), (0, 5));
+fn a_first_question_that_fails_is_not_held_against_the_server() {
+    for (code, attempts) in [(400, 1), (413, 1), (500, 4)] {
+        let server = Server::start(with_ids, move |seen| if seen.asked() == asked(0, 0) { status(code) } else { Misdeed::None });
+        let mut chats = Chats::new(5, 1);
+        let (result, states) = run(&mut chats, &settings(&[&server]));
+        result.unwrap();
+        assert!(chats.rejected(0).contains(&format!("status {code}: words of {code}")), "{}", chats.rejected(0));
+        assert_eq!(chats.ended.values().flatten().filter(|answer| answer.ids.is_some()).count(), 4);
+        assert_eq!((states[0].notes.len(), server.asked().len()), (0, 4 + attempts));
+    }
 }
 
 #[test]
