@@ -64,7 +64,9 @@ fn mischief(seed: u64, server: u64) -> impl Fn(&Seen) -> Misdeed + Send + Sync {
 fn campaign(seed: u64) {
     const CHATS: u64 = 150;
     let answers: [fn(&Seen) -> Reply; 3] = [with_ids, text_alone, with_ids];
-    let servers: Vec<Server> = (0..3).map(|server| Server::start(answers[server as usize], mischief(seed, server))).collect();
+    let model = format!("model of campaign {seed} in {}", std::process::id());
+    let start = |server: u64| Server::start_at(0, &[&model], answers[server as usize], mischief(seed, server));
+    let servers: Vec<Server> = (0..3).map(start).collect();
     let mut settings = settings(&servers.iter().collect::<Vec<_>>());
     settings.timeout = Duration::from_millis(if hangs(seed) { 700 } else { 10_000 });
     settings.retries = 6;

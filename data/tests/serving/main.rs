@@ -9,7 +9,7 @@ mod probes;
 mod server;
 
 use self::chats::*;
-use self::server::{Misdeed, Reply, Seen, Server};
+use self::server::{Misdeed, Reply, Seen, Server, model_of_this_test};
 use data::responses::FinishReason;
 use data::serving::{ApiKey, EndpointPhase, ServingError, ServingSettings, answer_all};
 use serde_json::json;
@@ -34,7 +34,10 @@ fn all_turns_are_answered_with_ids_or_without() {
         assert!(servers.iter().all(|server| server.asked().len() > 40 && server.most_under_way() <= 4));
         assert_eq!(states.iter().map(|state| state.answered).sum::<u64>(), 180);
         for state in &states {
-            assert_eq!((&state.phase, state.model.as_deref(), state.under_way), (&EndpointPhase::Live, Some("test-model"), 0));
+            assert_eq!(
+                (&state.phase, state.model.as_deref(), state.under_way),
+                (&EndpointPhase::Live, Some(model_of_this_test().as_str()), 0)
+            );
             assert!(state.answers_per_second > 0.0 && state.tokens_per_second >= state.answers_per_second);
             assert_eq!(state.notes.iter().any(|note| note.contains("no token ids")), !has_ids, "{:?}", state.notes);
         }
@@ -329,7 +332,8 @@ fn a_server_that_comes_back_is_used_again() {
     answer_all(&mut chats, &settings, &AtomicBool::new(false), &mut |states| {
         if matches!(states[0].phase, EndpointPhase::Dropped(_)) && second.is_none() {
             was_dropped = true;
-            second = Some(Server::start_at(port, &["test-model"], with_ids, |_| Misdeed::Late(Duration::from_millis(20))));
+            second =
+                Some(Server::start_at(port, &[&model_of_this_test()], with_ids, |_| Misdeed::Late(Duration::from_millis(20))));
         }
     })
     .unwrap();

@@ -94,13 +94,19 @@ pub(crate) struct Server {
     shared: Arc<Shared>,
 }
 
+/// A name for the model that other tests' servers do not have. A port that a dead server leaves may become another's, which then must not
+/// be taken for the one that died.
+pub(crate) fn model_of_this_test() -> String {
+    format!("model of {} in {}", thread::current().name().unwrap_or("a thread"), std::process::id())
+}
+
 impl Server {
     /// One that answers by `answer` and misbehaves by `mischief`.
     pub(crate) fn start(
         answer: impl Fn(&Seen) -> Reply + Send + Sync + 'static,
         mischief: impl Fn(&Seen) -> Misdeed + Send + Sync + 'static,
     ) -> Server {
-        Server::start_at(0, &["test-model"], answer, mischief)
+        Server::start_at(0, &[&model_of_this_test()], answer, mischief)
     }
 
     /// One with these models, at this port.
