@@ -272,6 +272,7 @@ mod tests {
             finish_reason,
             prompt_text: "Why?\n".to_string(),
             response_text: "Because\u{7}.".to_string(),
+            ids_from: data::responses::IdsFrom::Engine,
             turn: 0,
             source: "stories".to_string(),
             temperature: 0.0,

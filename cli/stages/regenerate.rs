@@ -1,88 +1,178 @@
-//! The target answers every prompt: exact token ids in Parquet parts, every row accounted for.
+//! The target answers every prompt: exact token ids in Parquet parts, every row accounted for. Prompt files become work on disk first
+//! ([`data::preparation`]); then the built-in engine has the conversations, chunk by chunk ([`data::conversations`]).
 
-mod accounting;
-
-use std::collections::HashSet;
 use std::fs;
-use std::ops::ControlFlow;
+use std::path::Path;
+use std::time::Instant;
 
 use anyhow::Context as _;
+use data::conversations::{self, Asking, Common, Done, UNDER_WAY};
+use data::engine::{Answer, Conversations};
+use data::files::{remove_temporaries, write_atomically};
 use data::manifest::Manifest;
-use data::prompts::{self, Rejected, Request};
-use data::responses::{FinishReason, PARTS, Provenance, Response, SCHEMA_VERSION, read_part, write_part};
-use data::supervision::{counter_of, within_limit};
+use data::preparation::{Preparation, PreparationError, Prepared, REJECTED, prepare, prepared};
+use data::responses::{FinishReason, PARTS, Provenance, Response, SCHEMA_VERSION, part_name, read_part};
 use evaluator::generate::{GenerateSettings, Generated, Prompt, generate};
 use evaluator::sampling::Sampler;
+use model::Transformer;
 use serde_json::{Map, Value, json};
 
 use super::{Context, Stage, Status};
 use crate::folder::name_of;
 use crate::models::{self, Text};
 
-/// Responses that a killed process loses at most, and rows of a part at least.
-const PART_ROWS: usize = 64;
+/// The folder of the work, within that of the responses; it goes when all is answered.
+const WORK: &str = "requests";
 
-/// A request on its way to a response.
-struct Work {
-    request: Request,
-    /// The counter that sampling draws from, by the id: a response hangs on nothing but its own request.
-    counter: u64,
-    text: String,
-    ids: Vec<u32>,
-}
+/// Questions that are asked together, for every response that grows at the same time. The last of them run with fewer beside them.
+const QUESTIONS_PER_LANE: usize = 16;
 
 /// Generates what is still missing and writes the manifest.
 pub(super) fn run(context: &Context<'_>, earlier: Option<&Manifest>) -> anyhow::Result<Status> {
     let recipe = context.recipe;
-    let text = context.text()?;
-    let mut read = prompts::read(&recipe.data.prompts)?;
-    if let Some(limit) = recipe.data.limit {
-        let ids: Vec<&str> = read.requests.iter().map(|request| request.id.as_str()).collect();
-        let left: HashSet<usize> = within_limit(&ids, limit, recipe.seed).into_iter().collect();
-        let mut index = 0..read.requests.len();
-        read.requests.retain(|_| index.next().is_some_and(|index| left.contains(&index)));
-    }
-    let mut rejected = std::mem::take(&mut read.rejected);
-    let work = render(context, &text, std::mem::take(&mut read.requests), &mut rejected)?;
-    prompts::write_rejected(&context.folder.join("rejected.jsonl"), &rejected)?;
-    let used = work.len();
-    let sources = accounting::by_file(&read.rows_by_file, work.iter().map(|work| &work.request), &rejected);
-    context.progress.note(&format!(
-        "{:>12} {} prompts: {used} to answer, {} rejected (rejected.jsonl says why), {} duplicate ids kept apart",
-        "regenerate",
-        read.rows_read,
-        rejected.len(),
-        read.duplicate_ids
-    ));
-    accounting::in_words(&sources, &rejected)
-        .iter()
-        .for_each(|line| context.progress.note(&format!("{:>12} {line}", "regenerate")));
-    if work.is_empty() {
-        let first = rejected.first().map_or(String::new(), |row| format!("; the first was: {}", row.reason));
-        anyhow::bail!("none of the {} prompts can be used{first}", read.rows_read);
-    }
-    if rejected.len() as f64 > recipe.data.max_rejected * read.rows_read as f64 {
+    if earlier.is_some_and(|earlier| earlier.results.contains_key(PARTS)) {
         anyhow::bail!(
-            "{} of {} prompts are rejected, more than `data.max_rejected` = {} allows; `{}` says why",
-            rejected.len(),
-            read.rows_read,
-            recipe.data.max_rejected,
-            context.folder.join("rejected.jsonl").display()
+            "`{}` holds responses of an older version of this program, cut short; use `drafthorse run RECIPE --restart regenerate`",
+            context.folder.display()
         );
     }
+    let text = context.text()?;
+    let Some(prepared) = work(context, &text)? else { return Ok(Status::Interrupted) };
+    let name = "regenerate";
+    context.progress.note(&format!(
+        "{name:>12} {} prompts: {} to answer, {} rejected ({REJECTED} says why), {} duplicate ids kept apart",
+        prepared.rows_read, prepared.rows_used, prepared.rows_rejected, prepared.duplicate_ids
+    ));
+    let sources = prepared.sources.iter().filter(|_| prepared.sources.len() > 1).map(|source| source.in_words());
+    sources.chain(prepared.reasons.in_words()).for_each(|line| context.progress.note(&format!("{name:>12} {line}")));
+    let may_be_rejected = recipe.data.max_rejected * prepared.rows_read as f64;
+    if prepared.rows_rejected as f64 > may_be_rejected {
+        anyhow::bail!(
+            "{} of {} prompts are rejected, more than `data.max_rejected` = {} allows; `{}` says why",
+            prepared.rows_rejected,
+            prepared.rows_read,
+            recipe.data.max_rejected,
+            context.folder.join(REJECTED).display()
+        );
+    }
+    context.write_manifest(Stage::Regenerate, false, Map::new())?;
+    remove_temporaries(&context.folder.join(UNDER_WAY))?;
 
-    let mut parts: Vec<String> = parts_of(earlier);
-    let mut counts = Counts::default();
-    let mut answered = HashSet::new();
-    for part in &parts {
-        for response in read_part(&context.folder.join(part))?.1 {
-            counts.add(&response);
-            answered.insert(response.id);
+    let missing = (0..prepared.chunks).any(|chunk| !conversations::is_through(&context.folder, chunk));
+    if missing && !answer(context, &text, &prepared, may_be_rejected as usize - prepared.rows_rejected)? {
+        return Ok(Status::Interrupted);
+    }
+    finish(context, &prepared)
+}
+
+/// The work of all prompts: as an earlier process made it, else made now; `None` when asked to stop.
+fn work(context: &Context<'_>, text: &Text) -> anyhow::Result<Option<Prepared>> {
+    let recipe = context.recipe;
+    let folder = context.folder.join(WORK);
+    if let Some(prepared) = prepared(&folder, &context.inputs)? {
+        return Ok(Some(prepared));
+    }
+    let preparation = Preparation {
+        prompts: &recipe.data.prompts,
+        limit: recipe.data.limit,
+        seed: recipe.seed,
+        max_tokens: recipe.data.max_tokens,
+        vocabulary: models::model_config(&recipe.target.model)?.vocab_size as usize,
+        tokenizer: &text.tokenizer,
+        template: &text.template,
+        thinking: recipe.target.thinking,
+        inputs: &context.inputs,
+    };
+    let bytes: u64 = recipe.data.prompts.iter().filter_map(|path| fs::metadata(path).ok()).map(|metadata| metadata.len()).sum();
+    // With a limit the files are read twice, the first time for the ids alone.
+    let bar = context.progress.bar("prompts", (bytes >> 10) as usize);
+    let begun = Instant::now();
+    let made = prepare(&preparation, &folder, context.stop, &mut |bytes, rows| {
+        let rate = rows as f64 / begun.elapsed().as_secs_f64();
+        bar.set((bytes >> 10) as usize, &format!("KB read, {rows} rows, {rate:.0} rows/s"));
+    });
+    drop(bar);
+    if made.is_ok() || matches!(made, Err(PreparationError::NothingLeft { .. })) {
+        let (from, to) = (folder.join(REJECTED), context.folder.join(REJECTED));
+        fs::copy(&from, &to).with_context(|| format!("cannot write `{}`", to.display()))?;
+    }
+    match made {
+        Err(PreparationError::Stopped) => Ok(None),
+        made => Ok(Some(made?)),
+    }
+}
+
+/// Has all conversations that are left; whether all are through.
+fn answer(context: &Context<'_>, text: &Text, prepared: &Prepared, may_be_refused: usize) -> anyhow::Result<bool> {
+    let recipe = context.recipe;
+    let target = models::target(recipe)?;
+    let provenance = provenance(context, text);
+    let common = Common {
+        folder: &context.folder,
+        work: &context.folder.join(WORK),
+        provenance: &provenance,
+        tokenizer: &text.tokenizer,
+        template: &text.template,
+        thinking: recipe.target.thinking,
+        temperature: recipe.regenerate.temperature,
+        max_tokens: recipe.data.max_tokens,
+        stop_tokens: &target.config.eos_token_id,
+        may_be_refused,
+    };
+    let bar = context.progress.bar("regenerate", prepared.rows_used);
+    let begun = Instant::now();
+    let mut show = |done: Done| {
+        let rate = done.tokens as f64 / begun.elapsed().as_secs_f64();
+        bar.set(done.conversations, &format!("{rate:.0} tokens/s"));
+    };
+    let chunks: Vec<usize> = (0..prepared.chunks).collect();
+    let mut asking = Asking::new(common, &chunks, &mut show)?;
+    let generated = built_in(context, &target, &mut asking);
+    // What is answered is kept, whatever ended the rest; and what went wrong with answers says more than the engine that was stopped.
+    let through = asking.finish()?;
+    generated?;
+    Ok(through)
+}
+
+/// The built-in engine: the target itself, here.
+fn built_in(context: &Context<'_>, target: &Transformer, conversations: &mut dyn Conversations) -> anyhow::Result<()> {
+    let sampling = &context.recipe.regenerate;
+    let settings = GenerateSettings {
+        sampler: Sampler {
+            temperature: sampling.temperature,
+            top_p: sampling.top_p,
+            top_k: sampling.top_k,
+            seed: context.recipe.seed,
+        },
+        stop_tokens: target.config.eos_token_id.clone(),
+        max_new_tokens: sampling.max_new_tokens,
+        lanes: sampling.batch_rows,
+    };
+    let together = QUESTIONS_PER_LANE * settings.lanes.max(1);
+    while !context.stopping() {
+        let questions: Vec<_> = std::iter::from_fn(|| conversations.next()).take(together).collect();
+        if questions.is_empty() {
+            break;
+        }
+        let prompts: Vec<Prompt> =
+            questions.iter().map(|it| Prompt { request: it.counter, ids: it.prompt_ids.clone() }).collect();
+        let mut ended = false;
+        generate(target, &prompts, &settings, context.stop, &mut |Generated { index, ids, finish_reason }| {
+            let flow = conversations.answer(questions[index].key, Ok(Answer { ids: Some(ids), text: None, finish_reason }));
+            ended |= flow.is_break();
+            flow
+        })?;
+        if ended {
+            break;
         }
     }
-    remove_unlisted(context, &parts)?;
+    Ok(())
+}
+
+fn provenance(context: &Context<'_>, text: &Text) -> Provenance {
+    let recipe = context.recipe;
     let sampling = &recipe.regenerate;
-    let provenance = Provenance {
+    Provenance {
         target: name_of(recipe.target.model.as_ref()),
         revision: recipe.target.revision.clone(),
         tokenizer_hash: text.tokenizer.hash(),
@@ -92,77 +182,45 @@ pub(super) fn run(context: &Context<'_>, earlier: Option<&Manifest>) -> anyhow::
             sampling.temperature, sampling.top_p, sampling.top_k, recipe.seed
         ),
         schema_version: SCHEMA_VERSION,
-    };
-    let results = |parts: &[String], counts: &Counts| {
-        let mut results = Map::new();
-        results.insert(PARTS.to_string(), json!(parts));
-        results.insert("rows_read".to_string(), json!(read.rows_read));
-        results.insert("rows_rejected".to_string(), json!(rejected.len()));
-        results.insert("rows_left_out_by_limit".to_string(), json!(read.rows_read - rejected.len() - used));
-        results.insert("rows_used".to_string(), json!(counts.rows));
-        results.insert("sources".to_string(), json!(sources));
-        results.insert("duplicate_ids".to_string(), json!(read.duplicate_ids));
-        results.insert("tokens".to_string(), json!(counts.tokens));
-        results.insert("finished_by_stop".to_string(), json!(counts.stopped));
-        results.insert("finished_by_length".to_string(), json!(counts.rows - counts.stopped));
-        results
-    };
-    context.write_manifest(Stage::Regenerate, false, results(&parts, &counts))?;
+    }
+}
 
-    let missing: Vec<&Work> = work.iter().filter(|work| !answered.contains(&work.request.id)).collect();
-    let prompts: Vec<Prompt> = missing.iter().map(|work| Prompt { request: work.counter, ids: work.ids.clone() }).collect();
-    if !prompts.is_empty() {
-        let target = models::target(recipe)?;
-        let settings = GenerateSettings {
-            sampler: Sampler {
-                temperature: sampling.temperature,
-                top_p: sampling.top_p,
-                top_k: sampling.top_k,
-                seed: recipe.seed,
-            },
-            stop_tokens: target.config.eos_token_id.clone(),
-            max_new_tokens: sampling.max_new_tokens,
-            lanes: sampling.batch_rows,
-        };
-        let bar = context.progress.bar("regenerate", used);
-        let started = std::time::Instant::now();
-        let mut pending: Vec<Response> = Vec::new();
-        let mut fresh_tokens = 0;
-        let mut failure = None;
-        let mut flush = |pending: &mut Vec<Response>, counts: &mut Counts| -> anyhow::Result<()> {
-            if !pending.is_empty() {
-                parts.push(write_part(&context.folder, parts.len(), pending, &provenance)?);
-                pending.iter().for_each(|response| counts.add(response));
-                pending.clear();
-                context.write_manifest(Stage::Regenerate, false, results(&parts, counts))?;
-            }
-            Ok(())
-        };
-        let outcome = generate(&target, &prompts, &settings, context.stop, &mut |generated: Generated| {
-            let work = missing[generated.index];
-            fresh_tokens += generated.ids.len();
-            match response(context, &text, work, generated) {
-                Ok(response) => pending.push(response),
-                Err(error) => failure = Some(error),
-            }
-            if failure.is_none() && pending.len() >= PART_ROWS {
-                failure = flush(&mut pending, &mut counts).err();
-            }
-            let rate = fresh_tokens as f64 / started.elapsed().as_secs_f64();
-            bar.set(counts.rows + pending.len(), &format!("{rate:.0} tokens/s"));
-            if failure.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-        });
-        // What is finished is kept, whatever ended the rest.
-        flush(&mut pending, &mut counts)?;
-        outcome?;
-        if let Some(error) = failure {
-            return Err(error);
+/// Counts what is there, writes the manifest, and removes what was there for the work alone.
+fn finish(context: &Context<'_>, prepared: &Prepared) -> anyhow::Result<Status> {
+    let mut counts = Counts::default();
+    let mut refused = Vec::new();
+    for chunk in 0..prepared.chunks {
+        read_part(&context.folder.join(part_name(chunk)))?.1.iter().for_each(|response| counts.add(response));
+        refused.extend(conversations::refused(&context.folder, chunk)?);
+    }
+    let rejected = context.folder.join(REJECTED);
+    let work = context.folder.join(WORK);
+    if !refused.is_empty() {
+        let mut bytes =
+            fs::read(work.join(REJECTED)).with_context(|| format!("cannot read `{}`", work.join(REJECTED).display()))?;
+        for row in &refused {
+            serde_json::to_writer(&mut bytes, row)?;
+            bytes.push(b'\n');
         }
+        write_atomically(&rejected, &bytes)?;
     }
-    if counts.rows < used {
-        return Ok(Status::Interrupted);
-    }
-    context.write_manifest(Stage::Regenerate, true, results(&parts, &counts))?;
+    let parts: Vec<Value> = (0..prepared.chunks).map(|chunk| Value::from(part_name(chunk))).collect();
+    let results = Map::from_iter([
+        (PARTS.to_string(), json!(parts)),
+        ("rows_read".to_string(), json!(prepared.rows_read)),
+        ("rows_rejected".to_string(), json!(prepared.rows_rejected + refused.len())),
+        ("rows_left_out_by_limit".to_string(), json!(prepared.rows_left_out_by_limit)),
+        ("rows_used".to_string(), json!(prepared.rows_used - refused.len())),
+        ("sources".to_string(), json!(prepared.sources)),
+        ("duplicate_ids".to_string(), json!(prepared.duplicate_ids)),
+        ("responses".to_string(), json!(counts.rows)),
+        ("tokens".to_string(), json!(counts.tokens)),
+        ("finished_by_stop".to_string(), json!(counts.stopped)),
+        ("finished_by_length".to_string(), json!(counts.rows - counts.stopped)),
+    ]);
+    context.write_manifest(Stage::Regenerate, true, results)?;
+    remove(&work)?;
+    remove(&context.folder.join(UNDER_WAY))?;
     context.progress.note(&format!(
         "{:>12} {} responses, {} tokens; {} ended by themselves, {} at the limit of {} tokens",
         "regenerate",
@@ -170,61 +228,14 @@ pub(super) fn run(context: &Context<'_>, earlier: Option<&Manifest>) -> anyhow::
         counts.tokens,
         counts.stopped,
         counts.rows - counts.stopped,
-        sampling.max_new_tokens
+        context.recipe.regenerate.max_new_tokens
     ));
     Ok(Status::Done)
 }
 
-/// Renders every request; those that leave no room for a response are rejected.
-fn render(context: &Context<'_>, text: &Text, requests: Vec<Request>, rejected: &mut Vec<Rejected>) -> anyhow::Result<Vec<Work>> {
-    let recipe = context.recipe;
-    let mut work = Vec::with_capacity(requests.len());
-    for request in requests {
-        let reason = match text.prompt_with_tools(&request.messages, request.tools.as_ref(), recipe.target.thinking) {
-            Ok((prompt_text, ids)) if ids.len() + 2 <= recipe.data.max_tokens => {
-                work.push(Work { counter: counter_of(&request.id), request, text: prompt_text, ids });
-                continue;
-            }
-            Ok((_, ids)) => format!(
-                "the prompt has {} tokens and leaves no room within `data.max_tokens` = {}",
-                ids.len(),
-                recipe.data.max_tokens
-            ),
-            Err(error) => format!("the chat template refuses it: {error:#}"),
-        };
-        let row = Rejected { file: request.file, line: request.line, reason, text: serde_json::to_string(&request.messages)? };
-        rejected.push(row);
-    }
-    Ok(work)
-}
-
-fn response(context: &Context<'_>, text: &Text, work: &Work, generated: Generated) -> anyhow::Result<Response> {
-    Ok(Response {
-        id: work.request.id.clone(),
-        prompt_ids: work.ids.clone(),
-        response_text: text.tokenizer.decode(&generated.ids, true)?,
-        response_ids: generated.ids,
-        finish_reason: generated.finish_reason,
-        prompt_text: work.text.clone(),
-        turn: 0,
-        source: work.request.source.clone(),
-        temperature: context.recipe.regenerate.temperature,
-        thinking: context.recipe.target.thinking,
-    })
-}
-
-fn parts_of(earlier: Option<&Manifest>) -> Vec<String> {
-    let listed = earlier.and_then(|manifest| manifest.results.get(PARTS)).and_then(Value::as_array);
-    listed.into_iter().flatten().filter_map(|part| part.as_str().map(str::to_string)).collect()
-}
-
-/// A part that was written but not listed before the process was killed is generated again.
-fn remove_unlisted(context: &Context<'_>, parts: &[String]) -> anyhow::Result<()> {
-    for entry in fs::read_dir(&context.folder)?.flatten() {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        if name.ends_with(".parquet") && !parts.contains(&name) {
-            fs::remove_file(entry.path()).with_context(|| format!("cannot remove `{}`", entry.path().display()))?;
-        }
+fn remove(folder: &Path) -> anyhow::Result<()> {
+    if folder.exists() {
+        fs::remove_dir_all(folder).with_context(|| format!("cannot remove `{}`", folder.display()))?;
     }
     Ok(())
 }

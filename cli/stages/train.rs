@@ -1,5 +1,6 @@
 //! The drafter learns to propose blocks of the target's responses.
 
+use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -40,7 +41,7 @@ pub(super) struct Responses {
 /// Reads the responses in the order of their ids, so that the parts they came in do not matter, and splits off the hold-out.
 pub(super) fn responses(context: &Context<'_>) -> anyhow::Result<Responses> {
     let mut rows = read_folder(&context.run.path.join(Stage::Regenerate.folder()))?;
-    rows.sort_by(|one, other| one.id.cmp(&other.id));
+    rows.sort_by(|one, other| (&one.id, one.turn).cmp(&(&other.id, other.turn)));
     let all = rows.len();
     if context.recipe.data.truncated == Truncated::Drop {
         rows.retain(|row| row.finish_reason != FinishReason::Length);
@@ -59,8 +60,13 @@ pub(super) fn responses(context: &Context<'_>) -> anyhow::Result<Responses> {
             Example::new(&row.prompt_ids, &row.response_ids, context.recipe.data.max_tokens).map(|example| (row.id, example))
         })
         .collect();
-    let ids: Vec<&str> = usable.iter().map(|(id, _)| id.as_str()).collect();
-    let (training, held_out) = split_holdout(&ids, context.recipe.data.holdout, context.recipe.seed);
+    // All turns of a conversation are on one side: each holds the ones before it.
+    let mut ids: Vec<&str> = usable.iter().map(|(id, _)| id.as_str()).collect();
+    ids.dedup();
+    let (_, held_out) = split_holdout(&ids, context.recipe.data.holdout, context.recipe.seed);
+    let held_out: HashSet<&str> = held_out.into_iter().map(|index| ids[index]).collect();
+    let (held_out, training): (Vec<usize>, Vec<usize>) =
+        (0..usable.len()).partition(|&index| held_out.contains(usable[index].0.as_str()));
     let names = training.iter().map(|&index| usable[index].0.clone()).collect();
     let pick = |indices: Vec<usize>| indices.into_iter().map(|index| usable[index].1.clone()).collect();
     Ok(Responses {

@@ -2,7 +2,7 @@
 //! what the target is asked; rows in a dialect of prompt files are taken as they are.
 
 use crate::prompts::row::{self, Row, identifier, user};
-use crate::prompts::{PromptError, Rejected, Request, content_hash, make_ids_unique, read_rows, request};
+use crate::prompts::{PromptError, Rejected, Request, UniqueIds, content_hash, read_rows, request};
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -39,9 +39,9 @@ pub struct Benchmark {
 
 /// Reads a file of JSON Lines.
 ///
-/// A row is a chat (`messages` or `conversations`, read as [`crate::prompts::read`] does, answers within it included), a conversation
+/// A row is a chat (`messages` or `conversations`, read as [`crate::preparation::prepare`] does, answers within it included), a conversation
 /// whose answers are still to come (`turns`, a list of user texts), else a row with the fields that `form` asks for, else in one of the
-/// other dialects of [`crate::prompts::read`]. Its category is what it has under `category_field`, else under `category`: a text or a
+/// other dialects of prompt files. Its category is what it has under `category_field`, else under `category`: a text or a
 /// number. Ids are given as there; without one of its own a conversation's is a hash of all its turns.
 ///
 /// # Errors
@@ -56,7 +56,10 @@ pub fn read(path: &Path, form: Option<Form<'_>>, category_field: Option<&str>) -
         Conversation { request: request(path, line, id, row), later_turns, category }
     };
     let mut conversations: Vec<Conversation> = rows.used.into_iter().map(conversation).collect();
-    make_ids_unique(conversations.iter_mut().map(|conversation| &mut conversation.request.id).collect());
+    let mut ids = UniqueIds::default();
+    for Conversation { request, .. } in &mut conversations {
+        request.id = ids.make(std::mem::take(&mut request.id), "");
+    }
     Ok(Benchmark { conversations, rejected: rows.rejected, rows_read })
 }
 

@@ -1,15 +1,17 @@
-//! Prompt files to requests: rows in the dialects that people have, read one by one, each row either used or
-//! rejected with its file, line and reason. Rows read are always requests plus rejected rows.
+//! Prompt files as rows in the dialects that people have, a batch at a time, each row either good or rejected with its file, line and
+//! reason.
 
 mod reader;
 pub(crate) mod row;
 
 use self::reader::{Raw, Reader};
-use crate::files::{name_path, sha256_hex, write_atomically};
+use crate::files::{name_path, sha256_hex};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::collections::{HashMap, HashSet};
+use sha2::{Digest, Sha256};
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::io;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
@@ -57,19 +59,6 @@ pub struct Rejected {
     pub text: String,
 }
 
-/// All rows of a set of prompt files.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Prompts {
-    pub requests: Vec<Request>,
-    pub rejected: Vec<Rejected>,
-    /// Rows that were not blank; equals `requests.len() + rejected.len()`.
-    pub rows_read: usize,
-    /// The same of each file, in the order in which they were read.
-    pub rows_by_file: Vec<(String, usize)>,
-    /// Requests whose id had been taken by an earlier one; they got `#2`, `#3` and so on appended.
-    pub duplicate_ids: usize,
-}
-
 /// Why prompt files cannot be used at all.
 #[derive(Debug, Error)]
 pub enum PromptError {
@@ -83,52 +72,103 @@ pub enum PromptError {
     AllRejected { path: PathBuf, rows: usize, line: usize, reason: String },
 }
 
-/// Reads prompt files in the order given.
-///
-/// A row is a JSON object in one of these dialects: `messages` or `conversations` (a list of messages with `role` and
-/// `content`, or `from` and `value`), `prompt` (a text or such a list), `question`, `instruction` with an optional
-/// `input`, `turns` (a list of user texts, of which the first is the request), or `text`. A last message by the
-/// assistant is dropped: it is what regeneration replaces. `tools` go to the chat template. `id` is the row's `id`, `question_id` or `task_id`, else a
-/// hash of its messages.
-///
-/// # Errors
-/// When a file cannot be read, has no rows, or has no row that can be used. A row that cannot be used is no error while
-/// others can: it is in [`Prompts::rejected`].
-pub fn read(paths: &[PathBuf]) -> Result<Prompts, PromptError> {
-    if paths.is_empty() {
-        return Err(PromptError::NoFiles);
-    }
-    let mut prompts = Prompts::default();
-    for path in paths {
-        read_file(path, &mut prompts)?;
-    }
-    prompts.duplicate_ids = make_ids_unique(prompts.requests.iter_mut().map(|request| &mut request.id).collect());
-    Ok(prompts)
-}
-
-fn read_file(path: &Path, prompts: &mut Prompts) -> Result<(), PromptError> {
-    let rows = read_rows(path, row::parse)?;
-    let count = rows.used.len() + rows.rejected.len();
-    prompts.rows_read += count;
-    prompts.rows_by_file.push((path.display().to_string(), count));
-    for (line, row) in rows.used {
-        let id = row.id.clone().unwrap_or_else(|| content_hash(&row.messages, row.tools.as_ref()));
-        prompts.requests.push(request(path, line, id, row));
-    }
-    prompts.rejected.extend(rows.rejected);
-    Ok(())
-}
-
 /// The request of a row at a place.
 pub(crate) fn request(path: &Path, line: usize, id: String, row: row::Row) -> Request {
-    let file_name = || path.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
     Request {
         id,
         messages: row.messages,
         tools: row.tools,
-        source: row.source.unwrap_or_else(file_name),
+        source: row.source.unwrap_or_else(|| file_name(path)),
         file: path.display().to_string(),
         line,
+    }
+}
+
+/// The source of rows that name none.
+pub(crate) fn file_name(path: &Path) -> String {
+    path.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned())
+}
+
+/// A row of a file, and what was made of it.
+pub(crate) struct Parsed<T> {
+    pub(crate) line: usize,
+    /// As it stood.
+    text: Vec<u8>,
+    pub(crate) row: Result<T, String>,
+    /// How much of the file, in bytes, had been read by then.
+    pub(crate) bytes_read: u64,
+}
+
+/// Rows that are parsed together, on all cores, and how many bytes they may have before that.
+const ROWS_AT_ONCE: usize = 1024;
+const BYTES_AT_ONCE: usize = 8 << 20;
+
+/// Reads a file batch by batch, one batch ahead; the error of `parse` is the reason for which a row is rejected.
+///
+/// # Errors
+/// When the file cannot be read, and what `each` gives back.
+pub(crate) fn stream<T: Send, E: From<PromptError>>(
+    path: &Path,
+    parse: impl Fn(&[u8]) -> Result<T, String> + Sync,
+    mut each: impl FnMut(Vec<Parsed<T>>) -> Result<(), E>,
+) -> Result<(), E> {
+    let read_error = |error: io::Error| PromptError::Read(name_path(path, &error));
+    std::thread::scope(|scope| {
+        let (sender, batches) = std::sync::mpsc::sync_channel(1);
+        scope.spawn(move || {
+            let mut reader = match Reader::open(path) {
+                Ok(reader) => reader,
+                Err(error) => return drop(sender.send(Err(error))),
+            };
+            loop {
+                let batch = next_batch(&mut reader);
+                let ended = !batch.as_ref().is_ok_and(|(raws, _)| !raws.is_empty());
+                // Nobody listens any more when `each` has failed.
+                if sender.send(batch).is_err() || ended {
+                    return;
+                }
+            }
+        });
+        // The iterator is moved in here, so that an early return hangs up before the scope waits for the reader.
+        for batch in batches {
+            let (raws, bytes_read) = batch.map_err(read_error)?;
+            if raws.is_empty() {
+                break;
+            }
+            let parsed = raws.into_par_iter().map(|Raw { line, text, fault }| {
+                let row = fault.map_or_else(|| parse(&text), Err);
+                Parsed { line, text, row, bytes_read }
+            });
+            each(parsed.collect())?;
+        }
+        Ok(())
+    })
+}
+
+/// The next rows, none at the end, and how far the file has been read.
+fn next_batch(reader: &mut Reader) -> io::Result<(Vec<Raw>, u64)> {
+    let (mut raws, mut bytes) = (Vec::with_capacity(ROWS_AT_ONCE), 0);
+    while raws.len() < ROWS_AT_ONCE
+        && bytes < BYTES_AT_ONCE
+        && let Some(raw) = reader.next()?
+    {
+        bytes += raw.text.len();
+        raws.push(raw);
+    }
+    Ok((raws, reader.bytes_read()))
+}
+
+impl<T> Parsed<T> {
+    /// The row's place, and what was made of it.
+    pub(crate) fn split(self) -> (Parsed<()>, Result<T, String>) {
+        let Parsed { line, text, row, bytes_read } = self;
+        (Parsed { line, text, row: Ok(()), bytes_read }, row)
+    }
+
+    /// This row as a rejected one of a file.
+    pub(crate) fn rejected(&self, path: &Path, reason: String) -> Rejected {
+        let text = String::from_utf8_lossy(&self.text).into_owned();
+        Rejected { file: path.display().to_string(), line: self.line, reason, text }
     }
 }
 
@@ -138,49 +178,33 @@ pub(crate) struct Rows<T> {
     pub(crate) rejected: Vec<Rejected>,
 }
 
-/// Rows that are parsed together, on all cores.
-const ROWS_AT_ONCE: usize = 4096;
-
-/// Reads a file row by row; the error of `parse` is the reason for which a row is rejected.
+/// Reads all rows of a file that is small enough for that.
+///
+/// # Errors
+/// When the file cannot be read, has no rows, or has no row that can be used.
 pub(crate) fn read_rows<T: Send>(path: &Path, parse: impl Fn(&[u8]) -> Result<T, String> + Sync) -> Result<Rows<T>, PromptError> {
-    let read_error = |error| PromptError::Read(name_path(path, &error));
-    let mut reader = Reader::open(path).map_err(read_error)?;
     let mut rows = Rows { used: Vec::new(), rejected: Vec::new() };
-    loop {
-        let mut raws = Vec::with_capacity(ROWS_AT_ONCE);
-        while raws.len() < ROWS_AT_ONCE
-            && let Some(raw) = reader.next().map_err(read_error)?
-        {
-            raws.push(raw);
-        }
-        if raws.is_empty() {
-            break;
-        }
-        let parsed: Vec<Result<T, String>> =
-            raws.par_iter().map(|raw| raw.fault.clone().map_or_else(|| parse(&raw.text), Err)).collect();
-        for (Raw { line, text, .. }, parsed) in raws.into_iter().zip(parsed) {
-            match parsed {
-                Ok(row) => rows.used.push((line, row)),
-                Err(reason) => rows.rejected.push(Rejected {
-                    file: path.display().to_string(),
-                    line,
-                    reason,
-                    text: String::from_utf8_lossy(&text).into_owned(),
-                }),
+    stream(path, parse, |batch| {
+        for mut parsed in batch {
+            match std::mem::replace(&mut parsed.row, Err(String::new())) {
+                Ok(row) => rows.used.push((parsed.line, row)),
+                Err(reason) => rows.rejected.push(parsed.rejected(path, reason)),
             }
         }
-    }
-    if !rows.used.is_empty() {
-        return Ok(rows);
-    }
-    match rows.rejected.first() {
-        None => Err(PromptError::NoRows { path: path.into() }),
-        Some(first) => Err(PromptError::AllRejected {
-            path: path.into(),
-            rows: rows.rejected.len(),
-            line: first.line,
-            reason: first.reason.clone(),
-        }),
+        Ok::<(), PromptError>(())
+    })?;
+    check_usable(path, rows.used.len() + rows.rejected.len(), rows.rejected.len(), rows.rejected.first())?;
+    Ok(rows)
+}
+
+/// Refuses a file without rows, and one whose rows are all rejected.
+pub(crate) fn check_usable(path: &Path, read: usize, rejected: usize, first: Option<&Rejected>) -> Result<(), PromptError> {
+    match first {
+        _ if read == 0 => Err(PromptError::NoRows { path: path.into() }),
+        Some(first) if rejected == read => {
+            Err(PromptError::AllRejected { path: path.into(), rows: read, line: first.line, reason: first.reason.clone() })
+        }
+        _ => Ok(()),
     }
 }
 
@@ -200,121 +224,83 @@ pub(crate) fn content_hash<'m>(messages: impl IntoIterator<Item = &'m Message>, 
     sha256_hex(bytes)[..16].to_owned()
 }
 
-/// Appends `#2`, `#3` and so on to ids that occur again, and says how many were changed.
-pub(crate) fn make_ids_unique(ids: Vec<&mut String>) -> usize {
-    let mut taken: HashSet<String> = ids.iter().map(|id| id.to_string()).collect();
-    let mut occurrences: HashMap<String, usize> = HashMap::new();
-    let mut duplicates = 0;
-    for id in ids {
-        let occurrence = occurrences.entry(id.clone()).or_insert(0);
-        *occurrence += 1;
-        if *occurrence == 1 {
-            continue;
-        }
-        duplicates += 1;
-        // A row may have been given the id `a#2` by its author; then the second `a` becomes `a#3`.
-        let unique = loop {
-            let candidate = format!("{id}#{occurrence}");
-            if taken.insert(candidate.clone()) {
-                break candidate;
-            }
-            *occurrence += 1;
-        };
-        *id = unique;
-    }
-    duplicates
+/// Gives every id to one request alone, in the order of reading, and remembers no more of it than a hash: a million ids are a few tens of
+/// megabytes.
+#[derive(Debug, Default)]
+pub(crate) struct UniqueIds {
+    /// Hashes of the ids that are taken -> the source that took each.
+    taken: HashMap<u128, u32>,
+    /// How often an id came back, of those that did.
+    occurrences: HashMap<u128, usize>,
+    pub(crate) duplicates: usize,
 }
 
-/// Writes rejected rows as JSON Lines, in one step; an empty file says that nothing was rejected.
-///
-/// # Errors
-/// When the file cannot be written; the message names it.
-pub fn write_rejected(path: &Path, rejected: &[Rejected]) -> io::Result<()> {
-    let mut bytes = Vec::new();
-    for row in rejected {
-        serde_json::to_writer(&mut bytes, row)?;
-        bytes.push(b'\n');
+impl UniqueIds {
+    /// The id itself where it is free. The same id from another source becomes `id@source`; what comes again from the same source gets
+    /// `#2`, `#3` and so on behind it.
+    pub(crate) fn make(&mut self, id: String, source: &str) -> String {
+        let source_hash = hash(source) as u32;
+        let Some(&owner) = self.taken.get(&hash(&id)) else {
+            self.taken.insert(hash(&id), source_hash);
+            return id;
+        };
+        self.duplicates += 1;
+        let base = if owner == source_hash { id } else { format!("{id}@{source}") };
+        if owner != source_hash && !self.taken.contains_key(&hash(&base)) {
+            self.taken.insert(hash(&base), source_hash);
+            return base;
+        }
+        // A row may have been given the id `a#2` by its author; then the second `a` becomes `a#3`.
+        let occurrence = self.occurrences.entry(hash(&base)).or_insert(1);
+        loop {
+            *occurrence += 1;
+            let candidate = format!("{base}#{occurrence}");
+            if let Entry::Vacant(free) = self.taken.entry(hash(&candidate)) {
+                free.insert(source_hash);
+                return candidate;
+            }
+        }
     }
-    write_atomically(path, &bytes)
+}
+
+fn hash(text: &str) -> u128 {
+    let mut first = [0; 16];
+    first.copy_from_slice(&Sha256::digest(text)[..16]);
+    u128::from_le_bytes(first)
 }
 
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use std::fs;
+    use std::collections::HashSet;
 
-    fn read_texts(files: &[&[u8]]) -> Result<Prompts, PromptError> {
-        let folder = tempfile::tempdir().unwrap();
-        let write = |(index, text): (usize, &&[u8])| {
-            let path = folder.path().join(format!("prompts-{index}.jsonl"));
-            fs::write(&path, text).unwrap();
-            path
-        };
-        read(&files.iter().enumerate().map(write).collect::<Vec<_>>())
+    #[test]
+    fn ids_are_made_unique_by_source_and_occurrence() {
+        let rows =
+            [("a", "x"), ("a", "x"), ("a#3", "x"), ("a", "x"), ("a", "y"), ("a", "y"), ("b", "y"), ("a@y", "x"), ("a", "x")];
+        let mut ids = UniqueIds::default();
+        let made: Vec<String> = rows.map(|(id, source)| ids.make(id.to_owned(), source)).to_vec();
+        assert_eq!(made, ["a", "a#2", "a#3", "a#4", "a@y", "a@y#2", "b", "a@y@x", "a#5"]);
+        assert_eq!(ids.duplicates, 6);
+        let mut ids = UniqueIds::default();
+        let many: HashSet<String> = (0..50_000).map(|_| ids.make("same".to_owned(), "x")).collect();
+        assert_eq!((many.len(), ids.duplicates), (50_000, 49_999));
     }
 
     #[test]
-    fn blank_lines_carriage_returns_a_byte_order_mark_and_a_missing_last_newline_are_fine() {
-        let text = b"\xef\xbb\xbf{\"id\": \"a\", \"prompt\": \"one\"}\r\n\r\n   \n{\"id\": \"b\", \"prompt\": \"two\"}";
-        let prompts = read_texts(&[text]).unwrap();
-        let ids: Vec<&str> = prompts.requests.iter().map(|request| request.id.as_str()).collect();
-        assert_eq!((ids, prompts.rows_read, prompts.rejected.len()), (vec!["a", "b"], 2, 0));
-        assert_eq!(prompts.requests[0].source, "prompts-0.jsonl");
-        let lines: Vec<usize> = prompts.requests.iter().map(|request| request.line).collect();
-        assert_eq!(lines, [1, 4]);
-        assert!(prompts.requests.iter().all(|request| request.file.ends_with("/prompts-0.jsonl")), "{:?}", prompts.requests);
-    }
-
-    #[test]
-    fn rejected_rows_keep_place_reason_and_text_and_every_row_is_counted() {
-        let text = b"{\"prompt\": \"one\"}\n\n{\"prompt\": \n[1]\n{\"prompt\": \"\xff\"}\n{\"prompt\": \"\"}\n{\"other\": 1}\n";
-        let prompts = read_texts(&[text]).unwrap();
-        let lines: Vec<usize> = prompts.rejected.iter().map(|row| row.line).collect();
-        assert_eq!(lines, [3, 4, 5, 6, 7]);
-        let reasons = ["not JSON: EOF", "not a JSON object", "not UTF-8", "message 1 (`user`) is empty", "no prompt field"];
-        for (row, reason) in prompts.rejected.iter().zip(reasons) {
-            assert!(row.reason.starts_with(reason), "{} / {reason}", row.reason);
-            assert!(row.file.ends_with("prompts-0.jsonl"));
-        }
-        assert_eq!(prompts.rejected[1].text, "[1]");
-        assert_eq!((prompts.rows_read, prompts.requests.len()), (6, 1));
-
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("rejected.jsonl");
-        write_rejected(&path, &prompts.rejected).unwrap();
-        let written = fs::read_to_string(&path).unwrap();
-        let back: Vec<Rejected> = written.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        assert_eq!(back, prompts.rejected);
-    }
-
-    #[test]
-    fn a_file_without_a_usable_row_is_an_error_even_beside_a_good_one() {
-        let good = b"{\"prompt\": \"one\"}".as_slice();
-        let error = read_texts(&[good, b"\n \r\n"]).unwrap_err().to_string();
-        assert!(error.contains("prompts-1.jsonl` has no rows"), "{error}");
-        let error = read_texts(&[good, b"\n{\"prompt\": 5}\n{}\n"]).unwrap_err().to_string();
-        assert!(
-            error.contains("none of the 2 rows")
-                && error.contains("prompts-1.jsonl` can be used; line 2: `prompt` is not a text"),
-            "{error}"
-        );
-        assert!(matches!(read(&[]).unwrap_err(), PromptError::NoFiles));
-        let error = read(&["absent.jsonl".into()]).unwrap_err().to_string();
-        assert!(error.contains("`absent.jsonl`"), "{error}");
-    }
-
-    #[test]
-    fn ids_are_given_or_hashed_and_made_unique_by_occurrence() {
-        let row = |id: &str, prompt: &str| format!("{{\"id\": {id}, \"prompt\": \"{prompt}\"}}\n");
-        let text =
-            [row("\"a\"", "1"), row("\"a\"", "2"), row("\"a#2\"", "3"), row("\"a\"", "4"), row("7", "5"), row("null", "6")];
-        let both = text.concat() + "{\"prompt\": \"6\"}\n{\"prompt\": \"7\"}";
-        let prompts = read_texts(&[both.as_bytes()]).unwrap();
-        let ids: Vec<&str> = prompts.requests.iter().map(|request| request.id.as_str()).collect();
-        let hash = content_hash(&[Message::new("user", "6")], None);
-        assert_eq!(ids[..7], ["a", "a#3", "a#2", "a#4", "7", &hash, &format!("{hash}#2")]);
-        assert_eq!((hash.len(), prompts.duplicate_ids), (16, 3));
-        assert_eq!(ids.iter().collect::<HashSet<_>>().len(), ids.len());
+    fn a_batch_ends_by_rows_or_bytes_and_an_early_end_hangs_nothing() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let long = format!("{{\"prompt\": \"{}\"}}\n", "x".repeat(5 << 20));
+        std::fs::write(file.path(), long.repeat(3) + &"{\"prompt\": \"y\"}\n".repeat(3000)).unwrap();
+        let mut sizes = Vec::new();
+        let read = stream(file.path(), row::parse, |batch| {
+            sizes.push(batch.len());
+            Ok::<(), PromptError>(())
+        });
+        read.unwrap();
+        assert_eq!(sizes, [2, 1024, 1024, 953]);
+        let stopped = stream(file.path(), row::parse, |_| Err(PromptError::NoFiles));
+        assert!(matches!(stopped, Err(PromptError::NoFiles)));
     }
 }

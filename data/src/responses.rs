@@ -1,17 +1,14 @@
 //! Responses as files: what the target saw and produced, token by token, in Parquet parts that any tool can open. A part
 //! says in its key-value metadata which target made it and how; the folder's manifest lists the parts.
 
+use crate::columns::{column, id_lists, ids, signed, strings, texts, to_parquet, unsigned};
 use crate::files::{name_path, write_atomically};
 use crate::manifest::{Manifest, ManifestError};
-use arrow_array::builder::{Int32Builder, ListBuilder};
 use arrow_array::cast::AsArray;
 use arrow_array::types::{Float64Type, Int32Type};
-use arrow_array::{Array, ArrayRef, BooleanArray, Float64Array, Int32Array, ListArray, RecordBatch, StringArray};
-use parquet::arrow::ArrowWriter;
+use arrow_array::{ArrayRef, BooleanArray, Float64Array, Int32Array, ListArray, RecordBatch};
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
-use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::metadata::KeyValue;
-use parquet::file::properties::WriterProperties;
 use serde_json::Value;
 use std::fs::File;
 use std::io;
@@ -20,7 +17,9 @@ use std::sync::Arc;
 use thiserror::Error;
 
 /// The version of the columns and metadata described here.
-pub const SCHEMA_VERSION: u32 = 1;
+///
+/// 2 added `ids_from`; in parts of version 1 all ids are an engine's.
+pub const SCHEMA_VERSION: u32 = 2;
 
 /// The key of the manifest's results under which the parts of a folder are listed, in order.
 pub const PARTS: &str = "parts";
@@ -48,6 +47,32 @@ impl FinishReason {
     }
 }
 
+/// Where a response's ids come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum IdsFrom {
+    /// The engine that generated them.
+    Engine,
+    /// The text that a server gave, by the recorded tokenizer.
+    Tokenizer,
+    /// The row itself, which was tokenised before.
+    Given,
+}
+
+impl IdsFrom {
+    /// The name in files: `engine`, `tokenizer` or `given`.
+    pub fn name(self) -> &'static str {
+        match self {
+            IdsFrom::Engine => "engine",
+            IdsFrom::Tokenizer => "tokenizer",
+            IdsFrom::Given => "given",
+        }
+    }
+
+    fn from_name(name: &str) -> Option<IdsFrom> {
+        [IdsFrom::Engine, IdsFrom::Tokenizer, IdsFrom::Given].into_iter().find(|from| from.name() == name)
+    }
+}
+
 /// One response of the target to one request.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Response {
@@ -61,6 +86,7 @@ pub struct Response {
     pub response_text: String,
     /// Which answer of the chat this is, from 0.
     pub turn: u32,
+    pub ids_from: IdsFrom,
     pub source: String,
     pub temperature: f64,
     pub thinking: bool,
@@ -95,16 +121,28 @@ pub enum ResponseError {
     MixedProvenance { path: PathBuf, field: &'static str },
 }
 
+/// The file of part `index` of a folder.
+pub fn part_name(index: usize) -> String {
+    format!("part-{index:05}.parquet")
+}
+
 /// Writes the rows as part `index` of a folder, in one step, and returns the name of the file.
 ///
 /// # Errors
 /// When the folder cannot be written to, or a token id or turn is above 2³¹ − 1.
 pub fn write_part(folder: &Path, index: usize, rows: &[Response], provenance: &Provenance) -> Result<String, ResponseError> {
-    let name = format!("part-{index:05}.parquet");
-    let path = folder.join(&name);
-    let bytes = encode(rows, provenance).map_err(|reason| ResponseError::Invalid { path: path.clone(), reason })?;
-    write_atomically(&path, &bytes).map_err(ResponseError::Write)?;
+    let name = part_name(index);
+    write_rows(&folder.join(&name), &rows.iter().collect::<Vec<_>>(), provenance)?;
     Ok(name)
+}
+
+/// Writes rows in the form of a part under any name, in one step.
+///
+/// # Errors
+/// As [`write_part`].
+pub fn write_rows(path: &Path, rows: &[&Response], provenance: &Provenance) -> Result<(), ResponseError> {
+    let bytes = encode(rows, provenance).map_err(|reason| ResponseError::Invalid { path: path.into(), reason })?;
+    write_atomically(path, &bytes).map_err(ResponseError::Write)
 }
 
 /// Reads one part.
@@ -176,10 +214,10 @@ impl Provenance {
     }
 }
 
-fn encode(rows: &[Response], provenance: &Provenance) -> Result<Vec<u8>, String> {
-    let strings = |text: fn(&Response) -> &str| -> ArrayRef { Arc::new(StringArray::from_iter_values(rows.iter().map(text))) };
+fn encode(rows: &[&Response], provenance: &Provenance) -> Result<Vec<u8>, String> {
+    let strings = |text: fn(&Response) -> &str| texts(rows.iter().map(|row| text(row)));
     let turns: Vec<i32> = rows.iter().map(|row| signed(row.turn)).collect::<Result<_, _>>()?;
-    let columns: [(&str, ArrayRef); 10] = [
+    let columns: [(&str, ArrayRef); 11] = [
         ("id", strings(|row| &row.id)),
         ("prompt_ids", id_lists(rows.iter().map(|row| row.prompt_ids.as_slice()))?),
         ("response_ids", id_lists(rows.iter().map(|row| row.response_ids.as_slice()))?),
@@ -187,39 +225,14 @@ fn encode(rows: &[Response], provenance: &Provenance) -> Result<Vec<u8>, String>
         ("prompt_text", strings(|row| &row.prompt_text)),
         ("response_text", strings(|row| &row.response_text)),
         ("turn", Arc::new(Int32Array::from(turns))),
+        ("ids_from", strings(|row| row.ids_from.name())),
         ("source", strings(|row| &row.source)),
         ("temperature", Arc::new(Float64Array::from_iter_values(rows.iter().map(|row| row.temperature)))),
         ("thinking", Arc::new(BooleanArray::from_iter(rows.iter().map(|row| Some(row.thinking))))),
     ];
     let batch = RecordBatch::try_from_iter(columns).map_err(|error| error.to_string())?;
     let metadata = provenance.fields().map(|(key, value)| KeyValue::new(key.to_owned(), value)).to_vec();
-    let properties = WriterProperties::builder()
-        .set_compression(Compression::ZSTD(ZstdLevel::default()))
-        .set_key_value_metadata(Some(metadata))
-        .build();
-    let mut bytes = Vec::new();
-    let write = || {
-        let mut writer = ArrowWriter::try_new(&mut bytes, batch.schema(), Some(properties))?;
-        writer.write(&batch)?;
-        writer.close()
-    };
-    write().map_err(|error| error.to_string())?;
-    Ok(bytes)
-}
-
-fn id_lists<'a>(lists: impl Iterator<Item = &'a [u32]>) -> Result<ArrayRef, String> {
-    let mut builder = ListBuilder::new(Int32Builder::new());
-    for list in lists {
-        for &id in list {
-            builder.values().append_value(signed(id)?);
-        }
-        builder.append(true);
-    }
-    Ok(Arc::new(builder.finish()))
-}
-
-fn signed(number: u32) -> Result<i32, String> {
-    i32::try_from(number).map_err(|_| format!("{number} is too large for a 32-bit column"))
+    to_parquet(&batch, metadata)
 }
 
 fn decode(file: File) -> Result<(Provenance, Vec<Response>), String> {
@@ -244,8 +257,10 @@ fn decode_batch(batch: &RecordBatch, rows: &mut Vec<Response>) -> Result<(), Str
     let source = strings(batch, "source")?;
     let temperature: &Float64Array = column(batch, "temperature", |array| array.as_primitive_opt::<Float64Type>())?;
     let thinking: &BooleanArray = column(batch, "thinking", |array| array.as_boolean_opt())?;
+    let ids_from = batch.column_by_name("ids_from").map(|_| strings(batch, "ids_from")).transpose()?;
     for row in 0..batch.num_rows() {
         let reason = finish_reason.value(row);
+        let from = ids_from.map_or(IdsFrom::Engine.name(), |column| column.value(row));
         rows.push(Response {
             id: id.value(row).to_owned(),
             prompt_ids: ids(prompt_ids, row, "prompt_ids")?,
@@ -255,35 +270,13 @@ fn decode_batch(batch: &RecordBatch, rows: &mut Vec<Response>) -> Result<(), Str
             prompt_text: prompt_text.value(row).to_owned(),
             response_text: response_text.value(row).to_owned(),
             turn: unsigned(turn.value(row), "turn")?,
+            ids_from: IdsFrom::from_name(from).ok_or_else(|| format!("row {row} has ids from the unknown place `{from}`"))?,
             source: source.value(row).to_owned(),
             temperature: temperature.value(row),
             thinking: thinking.value(row),
         });
     }
     Ok(())
-}
-
-/// A column under its name, as the type it must have; nulls would read as zeros, so there must be none.
-fn column<'a, T>(batch: &'a RecordBatch, name: &str, cast: fn(&'a dyn Array) -> Option<T>) -> Result<T, String> {
-    let array = batch.column_by_name(name).ok_or_else(|| format!("column `{name}` is missing"))?;
-    if array.null_count() > 0 {
-        return Err(format!("column `{name}` has empty cells"));
-    }
-    cast(array).ok_or_else(|| format!("column `{name}` has the type {}", array.data_type()))
-}
-
-fn strings<'a>(batch: &'a RecordBatch, name: &str) -> Result<&'a StringArray, String> {
-    column(batch, name, |array| array.as_string_opt::<i32>())
-}
-
-fn ids(lists: &ListArray, row: usize, name: &str) -> Result<Vec<u32>, String> {
-    let list = lists.value(row);
-    let list = list.as_primitive_opt::<Int32Type>().ok_or_else(|| format!("column `{name}` is not a list of int32"))?;
-    list.values().iter().map(|&id| unsigned(id, name)).collect()
-}
-
-fn unsigned(number: i32, name: &str) -> Result<u32, String> {
-    u32::try_from(number).map_err(|_| format!("column `{name}` has the negative value {number}"))
 }
 
 #[cfg(test)]
@@ -313,6 +306,7 @@ mod tests {
             prompt_text: "two\nlines ü".into(),
             response_text: String::new(),
             turn: 3,
+            ids_from: IdsFrom::Tokenizer,
             source: "file.jsonl".into(),
             temperature: 0.7,
             thinking: true,
@@ -369,6 +363,6 @@ mod tests {
         let newer = Provenance { schema_version: SCHEMA_VERSION + 1, ..provenance("model") };
         write_part(folder.path(), 1, &[], &newer).unwrap();
         let error = read_part(&folder.path().join("part-00001.parquet")).unwrap_err().to_string();
-        assert!(error.contains("schema version 2 is newer"), "{error}");
+        assert!(error.contains("schema version 3 is newer"), "{error}");
     }
 }

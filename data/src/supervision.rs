@@ -122,18 +122,10 @@ pub fn split_holdout(ids: &[&str], fraction: f64, seed: u64) -> (Vec<usize>, Vec
     (training, ranked)
 }
 
-/// Which rows a limit leaves, as ascending indices: those whose hash of the seed and their id is lowest, so a row is in or out whatever the
-/// order of rows and files. Which of them are held out is drawn anew.
-pub fn within_limit(ids: &[&str], limit: usize, seed: u64) -> Vec<usize> {
-    let mut ranked: Vec<usize> = (0..ids.len()).collect();
-    if limit < ids.len() {
-        let key =
-            |index: usize| Sha256::new_with_prefix(b"limit").chain_update(seed.to_le_bytes()).chain_update(ids[index]).finalize();
-        ranked.sort_by_cached_key(|&index| (key(index), index));
-        ranked.truncate(limit);
-        ranked.sort_unstable();
-    }
-    ranked
+/// The rank of a row towards a limit, which leaves those of the lowest ranks: so a row is in or out whatever the order of rows and files.
+/// Which of them are held out is drawn anew.
+pub fn limit_rank(id: &str, seed: u64) -> [u8; 32] {
+    Sha256::new_with_prefix(b"limit").chain_update(seed.to_le_bytes()).chain_update(id).finalize().into()
 }
 
 /// The counter of a row by its id, for what is drawn for this row alone.
@@ -253,25 +245,13 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_leaves_the_same_rows_whatever_their_order() {
-        let ids: Vec<String> = (0..50).map(|index| format!("row-{index}")).collect();
-        let forward: Vec<&str> = ids.iter().map(String::as_str).collect();
-        let backward: Vec<&str> = forward.iter().rev().copied().collect();
-        let left = |ids: &[&str], limit, seed| {
-            let indices = within_limit(ids, limit, seed);
-            assert!(indices.is_sorted() && indices.len() == limit.min(50));
-            let mut left: Vec<String> = indices.into_iter().map(|index| ids[index].to_owned()).collect();
-            left.sort();
-            left
-        };
-        assert_eq!(left(&forward, 20, 1), left(&backward, 20, 1));
-        assert_ne!(left(&forward, 20, 1), left(&forward, 20, 2));
-        assert!(left(&forward, 20, 1).iter().all(|id| left(&forward, 30, 1).contains(id)), "a larger limit only adds");
-        assert_eq!(left(&forward, 99, 1).len(), 50);
+    fn ranks_and_counters_are_an_ids_own() {
+        let mut by_limit: Vec<String> = (0..20).map(|index| format!("row-{index}")).collect();
+        by_limit.sort_by_key(|id| limit_rank(id, 1));
+        let within: Vec<&str> = by_limit.iter().map(String::as_str).collect();
         // Which of the rows within the limit are held out does not hang on the limit's own ranking.
-        let within = left(&forward, 20, 1);
-        let within: Vec<&str> = within.iter().map(String::as_str).collect();
         assert_ne!(split_holdout(&within, 0.5, 1).1, (0..10).collect::<Vec<_>>());
+        assert_ne!(limit_rank("a", 1), limit_rank("a", 2));
         assert_ne!(counter_of("a"), counter_of("b"));
         assert_eq!(counter_of("a"), counter_of("a"));
     }

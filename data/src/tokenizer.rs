@@ -58,7 +58,7 @@ impl Tokenizer {
         Tokenizer::from_json(json.as_bytes()).map_err(|reason| TokenizerError::InvalidGguf { path: gguf.path.clone(), reason })
     }
 
-    fn from_json(bytes: &[u8]) -> Result<Tokenizer, String> {
+    pub(crate) fn from_json(bytes: &[u8]) -> Result<Tokenizer, String> {
         let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|error| error.to_string())?;
         // Some files carry the truncation and padding of a training run, which would cut prompts silently.
         inner.with_truncation(None).map_err(|error| error.to_string())?;

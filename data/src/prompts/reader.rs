@@ -3,11 +3,13 @@
 //! Parquet one page a column.
 
 use std::fs::File;
-use std::io::{self, BufRead, BufReader};
+use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use flate2::bufread::MultiGzDecoder;
-use parquet::file::reader::SerializedFileReader;
+use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::reader::RowIter;
 
 /// A longer row is no prompt; it is skipped without being held in memory.
@@ -26,10 +28,30 @@ pub(crate) struct Raw {
 }
 
 /// The rows of a file, one after the other.
-pub(crate) enum Reader {
+pub(crate) struct Reader {
+    form: Form,
+    /// Bytes of the file that were read; of Parquet, what its rows take on average.
+    bytes_read: Arc<AtomicU64>,
+}
+
+enum Form {
     Lines(Text),
     Array(Text),
-    Table { rows: RowIter<'static>, number: usize },
+    Table { rows: RowIter<'static>, number: usize, bytes_per_row: f64 },
+}
+
+/// A file that counts what is read of it.
+struct Counted {
+    file: File,
+    bytes_read: Arc<AtomicU64>,
+}
+
+impl Read for Counted {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.file.read(buffer)?;
+        self.bytes_read.fetch_add(read as u64, Ordering::Relaxed);
+        Ok(read)
+    }
 }
 
 /// Characters on their way in.
@@ -46,11 +68,16 @@ impl Reader {
     /// # Errors
     /// When it cannot be read, or is in an encoding other than UTF-8.
     pub(crate) fn open(path: &Path) -> io::Result<Self> {
-        let mut plain = BufReader::with_capacity(1 << 18, File::open(path)?);
+        let bytes_read = Arc::new(AtomicU64::new(0));
+        let counted = Counted { file: File::open(path)?, bytes_read: Arc::clone(&bytes_read) };
+        let length = counted.file.metadata()?.len();
+        let mut plain = BufReader::with_capacity(1 << 18, counted);
         let start = peek(&mut plain)?;
         if start.starts_with(b"PAR1") {
             let file = SerializedFileReader::new(File::open(path)?).map_err(invalid)?;
-            return Ok(Self::Table { rows: RowIter::from_file_into(Box::new(file)), number: 0 });
+            let bytes_per_row = length as f64 / file.metadata().file_metadata().num_rows().max(1) as f64;
+            let form = Form::Table { rows: RowIter::from_file_into(Box::new(file)), number: 0, bytes_per_row };
+            return Ok(Self { form, bytes_read });
         }
         let mut from: Box<dyn BufRead + Send> = match start.as_slice() {
             [0x1f, 0x8b, ..] => Box::new(BufReader::new(MultiGzDecoder::new(plain))),
@@ -66,7 +93,7 @@ impl Reader {
         }
         let mut text = Text { from, line: 1, ended: false };
         let is_array = text.opens_array()?;
-        Ok(if is_array { Self::Array(text) } else { Self::Lines(text) })
+        Ok(Self { form: if is_array { Form::Array(text) } else { Form::Lines(text) }, bytes_read })
     }
 
     /// The next row that is not blank.
@@ -74,15 +101,21 @@ impl Reader {
     /// # Errors
     /// When the file cannot be read on: a broken disk, a compressed stream that is cut off.
     pub(crate) fn next(&mut self) -> io::Result<Option<Raw>> {
-        match self {
-            Self::Lines(text) => text.next_line(),
-            Self::Array(text) => text.next_element(),
-            Self::Table { rows, number } => {
+        match &mut self.form {
+            Form::Lines(text) => text.next_line(),
+            Form::Array(text) => text.next_element(),
+            Form::Table { rows, number, bytes_per_row } => {
                 *number += 1;
+                self.bytes_read.store((*number as f64 * *bytes_per_row) as u64, Ordering::Relaxed);
                 let row = rows.next().transpose().map_err(invalid)?;
                 Ok(row.map(|row| Raw { line: *number, text: row.to_json_value().to_string().into_bytes(), fault: None }))
             }
         }
+    }
+
+    /// How much of the file has been read, in bytes.
+    pub(crate) fn bytes_read(&self) -> u64 {
+        self.bytes_read.load(Ordering::Relaxed)
     }
 }
 

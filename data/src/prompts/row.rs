@@ -2,6 +2,7 @@
 
 use super::Message;
 use serde_json::{Map, Value};
+use std::ops::Range;
 
 /// What a usable row says.
 #[derive(Debug, PartialEq, Eq)]
@@ -10,15 +11,31 @@ pub(crate) struct Row {
     pub(crate) messages: Vec<Message>,
     pub(crate) tools: Option<Value>,
     pub(crate) source: Option<String>,
+    /// What the user says after each answer, of a row in `turns` alone.
+    pub(crate) later_turns: Vec<String>,
+    /// Of a row that was tokenised before; it has no messages.
+    pub(crate) tokens: Option<Tokens>,
+}
+
+/// A row that says which of its ids are the target's.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Tokens {
+    pub(crate) ids: Vec<u32>,
+    /// The spans of `ids` that the target wrote: ascending, none empty, none next to another.
+    pub(crate) supervised: Vec<Range<usize>>,
 }
 
 /// The fields that can hold the prompt, in the order in which they are looked for.
 pub(crate) const PROMPT_FIELDS: [&str; 7] = ["messages", "conversations", "prompt", "question", "instruction", "turns", "text"];
 
 /// Parses a line; the error is the reason for which the row is rejected.
-pub(super) fn parse(line: &[u8]) -> Result<Row, String> {
+pub(crate) fn parse(line: &[u8]) -> Result<Row, String> {
     let fields = fields(line)?;
-    with_messages(&fields, messages(&fields)?)
+    if fields.get("input_ids").is_some_and(|ids| !ids.is_null()) {
+        return Ok(Row { tokens: Some(tokens(&fields)?), ..around(&fields, Vec::new())? });
+    }
+    let row = with_messages(&fields, messages(&fields)?)?;
+    Ok(Row { later_turns: later_turns(&fields)?, ..row })
 }
 
 /// The fields of a line.
@@ -31,9 +48,65 @@ pub(crate) fn fields(line: &[u8]) -> Result<Map<String, Value>, String> {
 
 /// The row with these fields, once `messages` are found to be a chat that can be answered.
 pub(crate) fn with_messages(fields: &Map<String, Value>, messages: Vec<Message>) -> Result<Row, String> {
+    around(fields, as_request(messages)?)
+}
+
+/// The row with these fields around messages that are known to be good.
+fn around(fields: &Map<String, Value>, messages: Vec<Message>) -> Result<Row, String> {
     let id = ["id", "question_id", "task_id"].into_iter().find_map(|name| identifier(fields.get(name)?));
     let source = fields.get("source").and_then(Value::as_str).filter(|source| !source.is_empty()).map(str::to_owned);
-    Ok(Row { id, messages: as_request(messages)?, tools: tools(fields)?, source })
+    Ok(Row { id, messages, tools: tools(fields)?, source, later_turns: Vec::new(), tokens: None })
+}
+
+/// Ids and which of them the target wrote: `input_ids`, and `loss_mask` with 1 or `true` for each of those, 0 or `false` for every other.
+fn tokens(fields: &Map<String, Value>) -> Result<Tokens, String> {
+    let list = |name: &str| match fields.get(name) {
+        Some(Value::Array(list)) => Ok(list),
+        None | Some(Value::Null) => {
+            Err(format!("the row has `input_ids` but no `{name}`, so nothing says which ids are the target's"))
+        }
+        Some(_) => Err(format!("`{name}` is not a list")),
+    };
+    let (ids, mask) = (list("input_ids")?, list("loss_mask")?);
+    if ids.len() != mask.len() {
+        return Err(format!(
+            "`input_ids` has {} items and `loss_mask` has {}; they must have the same length",
+            ids.len(),
+            mask.len()
+        ));
+    }
+    let id = |(index, value): (usize, &Value)| {
+        let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
+        id.ok_or_else(|| format!("`input_ids` has {value} at position {index}, which is no token id"))
+    };
+    let ids: Vec<u32> = ids.iter().enumerate().map(id).collect::<Result<_, _>>()?;
+    let mut supervised: Vec<Range<usize>> = Vec::new();
+    for (index, value) in mask.iter().enumerate() {
+        match (value.as_bool().or_else(|| value.as_u64().filter(|&bit| bit < 2).map(|bit| bit == 1)), supervised.last_mut()) {
+            (None, _) => return Err(format!("`loss_mask` has {value} at position {index}, which is neither 0 nor 1")),
+            (Some(false), _) => {}
+            (Some(true), Some(span)) if span.end == index => span.end += 1,
+            (Some(true), _) => supervised.push(index..index + 1),
+        }
+    }
+    if supervised.is_empty() {
+        return Err("`loss_mask` has no 1: none of the ids is the target's".to_owned());
+    }
+    if supervised[0].start == 0 {
+        return Err("`loss_mask` begins with a 1: there is no prompt before the answer".to_owned());
+    }
+    Ok(Tokens { ids, supervised })
+}
+
+/// The user's turns after the first, where a row is in `turns`.
+fn later_turns(fields: &Map<String, Value>) -> Result<Vec<String>, String> {
+    let Some(("turns", Value::Array(list))) = prompt_field(fields) else { return Ok(Vec::new()) };
+    let text = |(index, value): (usize, &Value)| match value.as_str() {
+        None => Err(format!("turn {} of `turns` is not a text", index + 1)),
+        Some(text) if text.trim().is_empty() => Err(format!("turn {} of `turns` is empty", index + 1)),
+        Some(text) => Ok(text.to_owned()),
+    };
+    list.iter().enumerate().skip(1).map(text).collect()
 }
 
 /// A text or a number as a name.
@@ -63,11 +136,16 @@ fn tools(fields: &Map<String, Value>) -> Result<Option<Value>, String> {
 
 /// Finds the prompt of a row. A field that is null or an empty list is as good as absent where another has the prompt: tables with several
 /// dialects have them.
-pub(crate) fn messages(fields: &Map<String, Value>) -> Result<Vec<Message>, String> {
+fn prompt_field(fields: &Map<String, Value>) -> Option<(&'static str, &Value)> {
     let empty = |value: &Value| value.as_array().is_some_and(Vec::is_empty);
     let filled = PROMPT_FIELDS.into_iter().any(|name| fields.get(name).is_some_and(|value| !value.is_null() && !empty(value)));
     let present = |name: &str| fields.get(name).filter(|value| !(value.is_null() || filled && empty(value)));
-    let Some((name, value)) = PROMPT_FIELDS.into_iter().find_map(|name| Some((name, present(name)?))) else {
+    PROMPT_FIELDS.into_iter().find_map(|name| Some((name, present(name)?)))
+}
+
+/// The messages of a row in one of the dialects; of `turns` the first.
+pub(crate) fn messages(fields: &Map<String, Value>) -> Result<Vec<Message>, String> {
+    let Some((name, value)) = prompt_field(fields) else {
         return Err(format!("no prompt field; one of `{}` is needed", PROMPT_FIELDS.join("`, `")));
     };
     match (name, value) {
@@ -84,7 +162,11 @@ pub(crate) fn messages(fields: &Map<String, Value>) -> Result<Vec<Message>, Stri
         ("turns", _) => Err("`turns` is not a list of texts".to_owned()),
         ("instruction", value) => {
             let instruction = content(value).map_err(|reason| format!("`instruction` {reason}"))?;
-            let input = present("input").map_or(Ok(String::new()), content).map_err(|reason| format!("`input` {reason}"))?;
+            let input = fields
+                .get("input")
+                .filter(|input| !input.is_null())
+                .map_or(Ok(String::new()), content)
+                .map_err(|reason| format!("`input` {reason}"))?;
             let both = if input.trim().is_empty() { instruction } else { format!("{instruction}\n\n{input}") };
             Ok(vec![user(both)])
         }
