@@ -1,16 +1,18 @@
 //! The target answers every prompt: exact token ids in Parquet parts, every row accounted for. Prompt files become work on disk first
 //! ([`data::preparation`]); then the built-in engine has the conversations, chunk by chunk ([`data::conversations`]).
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::Write as _;
 use std::path::Path;
 use std::time::Instant;
 
 use anyhow::Context as _;
 use data::conversations::{self, Asking, Common, Done, UNDER_WAY};
 use data::engine::{Answer, Conversations};
-use data::files::{remove_temporaries, write_atomically};
+use data::files::{remove_temporaries, write_atomically_with};
 use data::manifest::Manifest;
 use data::preparation::{Preparation, PreparationError, Prepared, REJECTED, prepare, prepared};
+use data::prompts::Rejected;
 use data::responses::{FinishReason, PARTS, Provenance, Response, SCHEMA_VERSION, part_name, read_part};
 use evaluator::generate::{GenerateSettings, Generated, Prompt, generate};
 use evaluator::sampling::Sampler;
@@ -30,14 +32,9 @@ const QUESTIONS_PER_LANE: usize = 16;
 /// Generates what is still missing and writes the manifest.
 pub(super) fn run(context: &Context<'_>, earlier: Option<&Manifest>) -> anyhow::Result<Status> {
     let recipe = context.recipe;
-    if earlier.is_some_and(|earlier| earlier.results.contains_key(PARTS)) {
-        anyhow::bail!(
-            "`{}` holds responses of an older version of this program, cut short; use `drafthorse run RECIPE --restart regenerate`",
-            context.folder.display()
-        );
-    }
     let text = context.text()?;
-    let Some(prepared) = work(context, &text)? else { return Ok(Status::Interrupted) };
+    let Some(prepared) = work(context, &text, earlier)? else { return Ok(Status::Interrupted) };
+    write_rejected(context, &[])?;
     let name = "regenerate";
     context.progress.note(&format!(
         "{name:>12} {} prompts: {} to answer, {} rejected ({REJECTED} says why), {} duplicate ids kept apart",
@@ -55,7 +52,7 @@ pub(super) fn run(context: &Context<'_>, earlier: Option<&Manifest>) -> anyhow::
             context.folder.join(REJECTED).display()
         );
     }
-    context.write_manifest(Stage::Regenerate, false, Map::new())?;
+    write_parts(context, &prepared)?;
     remove_temporaries(&context.folder.join(UNDER_WAY))?;
 
     let missing = (0..prepared.chunks).any(|chunk| !conversations::is_through(&context.folder, chunk));
@@ -66,11 +63,20 @@ pub(super) fn run(context: &Context<'_>, earlier: Option<&Manifest>) -> anyhow::
 }
 
 /// The work of all prompts: as an earlier process made it, else made now; `None` when asked to stop.
-fn work(context: &Context<'_>, text: &Text) -> anyhow::Result<Option<Prepared>> {
+fn work(context: &Context<'_>, text: &Text, earlier: Option<&Manifest>) -> anyhow::Result<Option<Prepared>> {
     let recipe = context.recipe;
     let folder = context.folder.join(WORK);
     if let Some(prepared) = prepared(&folder, &context.inputs)? {
         return Ok(Some(prepared));
+    }
+    // Work is complete before any of it is answered.
+    let parts = earlier.and_then(|earlier| earlier.results.get(PARTS)).and_then(Value::as_array);
+    if parts.is_some_and(|parts| !parts.is_empty()) {
+        anyhow::bail!(
+            "`{}` holds responses of an older version of this program, cut short, or has lost its folder `{WORK}`; use `drafthorse run \
+             RECIPE --restart regenerate`",
+            context.folder.display()
+        );
     }
     let preparation = Preparation {
         prompts: &recipe.data.prompts,
@@ -92,12 +98,12 @@ fn work(context: &Context<'_>, text: &Text) -> anyhow::Result<Option<Prepared>> 
         bar.set((bytes >> 10) as usize, &format!("KB read, {rows} rows, {rate:.0} rows/s"));
     });
     drop(bar);
-    if made.is_ok() || matches!(made, Err(PreparationError::NothingLeft { .. })) {
-        let (from, to) = (folder.join(REJECTED), context.folder.join(REJECTED));
-        fs::copy(&from, &to).with_context(|| format!("cannot write `{}`", to.display()))?;
-    }
     match made {
         Err(PreparationError::Stopped) => Ok(None),
+        Err(error @ PreparationError::NothingLeft { .. }) => {
+            write_rejected(context, &[])?;
+            Err(error.into())
+        }
         made => Ok(Some(made?)),
     }
 }
@@ -127,15 +133,21 @@ fn answer(context: &Context<'_>, text: &Text, prepared: &Prepared, may_be_refuse
     };
     let chunks: Vec<usize> = (0..prepared.chunks).collect();
     let mut asking = Asking::new(common, &chunks, &mut show)?;
-    let generated = built_in(context, &target, &mut asking);
+    let generated = built_in(context, &target, prepared, &mut asking);
     // What is answered is kept, whatever ended the rest; and what went wrong with answers says more than the engine that was stopped.
     let through = asking.finish()?;
+    write_parts(context, prepared)?;
     generated?;
     Ok(through)
 }
 
 /// The built-in engine: the target itself, here.
-fn built_in(context: &Context<'_>, target: &Transformer, conversations: &mut dyn Conversations) -> anyhow::Result<()> {
+fn built_in(
+    context: &Context<'_>,
+    target: &Transformer,
+    prepared: &Prepared,
+    conversations: &mut dyn Conversations,
+) -> anyhow::Result<()> {
     let sampling = &context.recipe.regenerate;
     let settings = GenerateSettings {
         sampler: Sampler {
@@ -165,7 +177,29 @@ fn built_in(context: &Context<'_>, target: &Transformer, conversations: &mut dyn
         if ended {
             break;
         }
+        write_parts(context, prepared)?;
     }
+    Ok(())
+}
+
+/// Lists the parts that are there, for those who look on; the stage itself goes by the files.
+fn write_parts(context: &Context<'_>, prepared: &Prepared) -> anyhow::Result<()> {
+    let through = (0..prepared.chunks).filter(|&chunk| conversations::is_through(&context.folder, chunk));
+    let parts: Vec<String> = through.map(part_name).collect();
+    context.write_manifest(Stage::Regenerate, false, Map::from_iter([(PARTS.to_string(), json!(parts))]))
+}
+
+/// The rows that were rejected in preparation, and the ones that the engine refused.
+fn write_rejected(context: &Context<'_>, refused: &[Rejected]) -> anyhow::Result<()> {
+    let from = context.folder.join(WORK).join(REJECTED);
+    let mut prepared = File::open(&from).with_context(|| format!("cannot read `{}`", from.display()))?;
+    write_atomically_with(&context.folder.join(REJECTED), |file| {
+        std::io::copy(&mut prepared, file)?;
+        for row in refused {
+            file.write_all(format!("{}\n", serde_json::to_string(row)?).as_bytes())?;
+        }
+        Ok(())
+    })?;
     Ok(())
 }
 
@@ -193,18 +227,8 @@ fn finish(context: &Context<'_>, prepared: &Prepared) -> anyhow::Result<Status> 
         read_part(&context.folder.join(part_name(chunk)))?.1.iter().for_each(|response| counts.add(response));
         refused.extend(conversations::refused(&context.folder, chunk)?);
     }
-    let rejected = context.folder.join(REJECTED);
-    let work = context.folder.join(WORK);
-    if !refused.is_empty() {
-        let mut bytes =
-            fs::read(work.join(REJECTED)).with_context(|| format!("cannot read `{}`", work.join(REJECTED).display()))?;
-        for row in &refused {
-            serde_json::to_writer(&mut bytes, row)?;
-            bytes.push(b'\n');
-        }
-        write_atomically(&rejected, &bytes)?;
-    }
-    let parts: Vec<Value> = (0..prepared.chunks).map(|chunk| Value::from(part_name(chunk))).collect();
+    write_rejected(context, &refused)?;
+    let parts: Vec<String> = (0..prepared.chunks).map(part_name).collect();
     let results = Map::from_iter([
         (PARTS.to_string(), json!(parts)),
         ("rows_read".to_string(), json!(prepared.rows_read)),
@@ -219,7 +243,7 @@ fn finish(context: &Context<'_>, prepared: &Prepared) -> anyhow::Result<Status> 
         ("finished_by_length".to_string(), json!(counts.rows - counts.stopped)),
     ]);
     context.write_manifest(Stage::Regenerate, true, results)?;
-    remove(&work)?;
+    remove(&context.folder.join(WORK))?;
     remove(&context.folder.join(UNDER_WAY))?;
     context.progress.note(&format!(
         "{:>12} {} responses, {} tokens; {} ended by themselves, {} at the limit of {} tokens",

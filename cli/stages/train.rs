@@ -1,6 +1,5 @@
 //! The drafter learns to propose blocks of the target's responses.
 
-use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -60,13 +59,8 @@ pub(super) fn responses(context: &Context<'_>) -> anyhow::Result<Responses> {
             Example::new(&row.prompt_ids, &row.response_ids, context.recipe.data.max_tokens).map(|example| (row.id, example))
         })
         .collect();
-    // All turns of a conversation are on one side: each holds the ones before it.
-    let mut ids: Vec<&str> = usable.iter().map(|(id, _)| id.as_str()).collect();
-    ids.dedup();
-    let (_, held_out) = split_holdout(&ids, context.recipe.data.holdout, context.recipe.seed);
-    let held_out: HashSet<&str> = held_out.into_iter().map(|index| ids[index]).collect();
-    let (held_out, training): (Vec<usize>, Vec<usize>) =
-        (0..usable.len()).partition(|&index| held_out.contains(usable[index].0.as_str()));
+    let ids: Vec<&str> = usable.iter().map(|(id, _)| id.as_str()).collect();
+    let (training, held_out) = split_holdout(&ids, context.recipe.data.holdout, context.recipe.seed);
     let names = training.iter().map(|&index| usable[index].0.clone()).collect();
     let pick = |indices: Vec<usize>| indices.into_iter().map(|index| usable[index].1.clone()).collect();
     Ok(Responses {

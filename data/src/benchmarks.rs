@@ -1,7 +1,7 @@
 //! Benchmarks: prompt files read for the sake of being answered turn by turn. Where a set's rows have fields of their own, a form says
 //! what the target is asked; rows in a dialect of prompt files are taken as they are.
 
-use crate::prompts::row::{self, Row, identifier, user};
+use crate::prompts::row::{self, Row, identifier, texts, user};
 use crate::prompts::{PromptError, Rejected, Request, UniqueIds, content_hash, read_rows, request};
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -107,20 +107,6 @@ fn user_turns(fields: &Map<String, Value>, form: Option<Form<'_>>) -> Result<Opt
         )),
         _ => Ok(own),
     }
-}
-
-/// A list of texts, none of them blank.
-fn texts(name: &str, value: &Value) -> Result<Vec<String>, String> {
-    let Value::Array(list) = value else { return Err(format!("`{name}` is not a list of texts")) };
-    if list.is_empty() {
-        return Err(format!("`{name}` is empty"));
-    }
-    let text = |(index, value): (usize, &Value)| match value.as_str() {
-        None => Err(format!("turn {} of `{name}` is not a text", index + 1)),
-        Some(text) if text.trim().is_empty() => Err(format!("turn {} of `{name}` is empty", index + 1)),
-        Some(text) => Ok(text.to_owned()),
-    };
-    list.iter().enumerate().map(text).collect()
 }
 
 /// The template with every `{field}` replaced, or nothing when one is absent.

@@ -5,6 +5,7 @@
 //! In a folder of responses: `part-00012.parquet` are the responses of chunk 12, `under-way/chunk-00012-00003.parquet` is a piece of its
 //! journal, and `under-way/rejected-00012.jsonl` has the conversations of it that the engine would not answer.
 
+mod journal;
 #[cfg(test)]
 mod tests;
 
@@ -12,19 +13,19 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs;
 use std::io;
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
+use self::journal::{ask_refused_again, journal, journal_path, refused_path, remove_journal};
+pub use self::journal::{is_through, refused};
 use crate::chat::ChatTemplate;
 use crate::engine::{Answer, Conversations, Question};
 use crate::files::{name_path, write_atomically};
 use crate::prompts::{Message, Rejected};
 use crate::requests::{Work, count_rows, read_chunk};
-use crate::responses::{
-    FinishReason, IdsFrom, Provenance, Response, ResponseError, part_name, read_part, write_part, write_rows,
-};
+use crate::responses::{FinishReason, IdsFrom, Provenance, Response, ResponseError, read_part, write_part, write_rows};
 use crate::supervision::counter_of;
 use crate::tokenizer::{Tokenizer, TokenizerError};
 
@@ -79,8 +80,7 @@ pub struct Done {
     /// Conversations that are through, the refused ones included.
     pub conversations: usize,
     pub refused: usize,
-    /// Responses and tokens of this process alone.
-    pub responses: usize,
+    /// Generated for this process alone.
     pub tokens: usize,
 }
 
@@ -175,7 +175,7 @@ impl<'a> Asking<'a> {
         let saved = self.save();
         if let Some(failure) = self.failure.take() {
             if matches!(failure, ConversationError::TooManyRefused { .. }) {
-                self.ask_refused_again()?;
+                ask_refused_again(self.common.folder)?;
             }
             return Err(failure);
         }
@@ -314,7 +314,6 @@ impl<'a> Asking<'a> {
         match response {
             Err(reason) => self.refuse(chunk, row, reason),
             Ok(response) => {
-                self.done.responses += 1;
                 self.done.tokens += response.response_ids.len();
                 let Some(open) = self.open.get_mut(&chunk) else { return Ok(()) };
                 // Nobody goes on from half an answer.
@@ -410,22 +409,6 @@ impl<'a> Asking<'a> {
         self.saved = Instant::now();
         Ok(())
     }
-
-    /// When so many were refused that the stage ends, the fault is hardly the rows': chunks with refused rows are put back under way, so
-    /// that the next start asks for those rows again and for nothing else.
-    fn ask_refused_again(&self) -> Result<(), ConversationError> {
-        let write = |path: &Path, error: io::Error| ConversationError::Write(name_path(path, &error));
-        for path in list(self.common.folder, "part-")? {
-            let Some(chunk) = number(&path, "part-") else { continue };
-            let refused = refused_path(self.common.folder, chunk);
-            if refused.exists() {
-                let journal = journal_path(self.common.folder, chunk, 0);
-                fs::rename(&path, &journal).map_err(|error| write(&path, error))?;
-                fs::remove_file(&refused).map_err(|error| write(&refused, error))?;
-            }
-        }
-        Ok(())
-    }
 }
 
 impl Conversations for Asking<'_> {
@@ -456,27 +439,6 @@ impl Conversations for Asking<'_> {
     }
 }
 
-/// Whether a chunk's part is there.
-pub fn is_through(folder: &Path, chunk: usize) -> bool {
-    folder.join(part_name(chunk)).exists()
-}
-
-/// The conversations of a chunk that the engine refused.
-///
-/// # Errors
-/// When the file is there and cannot be read.
-pub fn refused(folder: &Path, chunk: usize) -> Result<Vec<Rejected>, ConversationError> {
-    let path = refused_path(folder, chunk);
-    let text = match fs::read_to_string(&path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        text => text.map_err(|error| ResponseError::Read(name_path(&path, &error)))?,
-    };
-    let row = |line: &str| {
-        serde_json::from_str(line).map_err(|error| ResponseError::Invalid { path: path.clone(), reason: error.to_string() })
-    };
-    Ok(text.lines().map(row).collect::<Result<_, _>>()?)
-}
-
 fn answers(state: &State) -> usize {
     match state {
         State::Answered(responses) => responses.len(),
@@ -495,36 +457,4 @@ fn end_of_turn(common: &Common<'_>) -> Option<u32> {
     let text = common.template.render(&messages, false, Some(common.thinking)).ok()?;
     let ids = common.tokenizer.encode(&text, false).ok()?;
     ids.into_iter().rev().find(|id| common.stop_tokens.contains(id))
-}
-
-fn refused_path(folder: &Path, chunk: usize) -> PathBuf {
-    folder.join(UNDER_WAY).join(format!("rejected-{chunk:05}.jsonl"))
-}
-
-fn journal_path(folder: &Path, chunk: usize, piece: usize) -> PathBuf {
-    folder.join(UNDER_WAY).join(format!("chunk-{chunk:05}-{piece:05}.parquet"))
-}
-
-/// The pieces of a chunk's journal, in order. None is missing between two others, for they are written one after the other.
-fn journal(folder: &Path, chunk: usize) -> Result<Vec<PathBuf>, ConversationError> {
-    Ok((0..).map(|piece| journal_path(folder, chunk, piece)).take_while(|path| path.exists()).collect())
-}
-
-/// From the last piece on, so that a kill in between leaves a journal without gaps.
-fn remove_journal(folder: &Path, chunk: usize) -> Result<(), ConversationError> {
-    for path in journal(folder, chunk)?.into_iter().rev() {
-        fs::remove_file(&path).map_err(|error| ConversationError::Write(name_path(&path, &error)))?;
-    }
-    Ok(())
-}
-
-/// The files of a folder whose names begin so.
-fn list(folder: &Path, start: &str) -> Result<Vec<PathBuf>, ConversationError> {
-    let entries = fs::read_dir(folder).map_err(|error| ResponseError::Read(name_path(folder, &error)))?;
-    let starts = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(start));
-    Ok(entries.flatten().map(|entry| entry.path()).filter(starts).collect())
-}
-
-fn number(path: &Path, start: &str) -> Option<usize> {
-    path.file_stem()?.to_str()?.strip_prefix(start)?.parse().ok()
 }

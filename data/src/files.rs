@@ -17,8 +17,16 @@ const TEMPORARY_SUFFIX: &str = ".temporary";
 /// # Errors
 /// The message names the path; the kind is that of the failed operation.
 pub fn write_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    write_atomically_with(path, |file| file.write_all(bytes))
+}
+
+/// The same for what is too large to be held in memory: `write` is given the temporary file.
+///
+/// # Errors
+/// As [`write_atomically`].
+pub fn write_atomically_with(path: &Path, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
     let temporary = path.with_file_name(temporary_name(path)?);
-    let written = write_and_rename(path, &temporary, bytes);
+    let written = write_and_rename(path, &temporary, write);
     if written.is_err() {
         // The first error is the one to report; a temporary that cannot be removed is found by `remove_temporaries`.
         let _ = fs::remove_file(&temporary);
@@ -26,9 +34,9 @@ pub fn write_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
     written.map_err(|error| name_path(path, &error))
 }
 
-fn write_and_rename(path: &Path, temporary: &Path, bytes: &[u8]) -> io::Result<()> {
+fn write_and_rename(path: &Path, temporary: &Path, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
     let mut file = File::create(temporary)?;
-    file.write_all(bytes)?;
+    write(&mut file)?;
     file.sync_all()?;
     fs::rename(temporary, path)?;
     sync_folder_of(path)

@@ -54,10 +54,6 @@ pub struct Prepared {
     pub rows_used: usize,
     pub duplicate_ids: usize,
     pub chunks: usize,
-    /// The most tokens that the prompt of a first answer has.
-    pub longest_prompt: usize,
-    /// Whether any conversation has several answers.
-    pub has_later_turns: bool,
     pub sources: Vec<FileCount>,
     pub reasons: Reasons,
 }
@@ -220,8 +216,7 @@ fn read_all(
             count.read += batch.len();
             progress(bytes_before + batch.last().map_or(0, |last| last.bytes_read), made.rows_read + count.read);
             let mut kept: Vec<(Parsed<()>, Result<Named, String>)> = Vec::with_capacity(batch.len());
-            for parsed in batch {
-                let (parsed, row) = parsed.split();
+            for (parsed, row) in batch.into_iter().map(Parsed::split) {
                 match row {
                     Ok(row) => {
                         let id = unique_id(&mut ids, path, &row);
@@ -245,8 +240,6 @@ fn read_all(
                     Ok(work) => {
                         count.used += 1;
                         made.rows_used += 1;
-                        made.longest_prompt = made.longest_prompt.max(work.prompt_ids.len());
-                        made.has_later_turns |= !work.later.is_empty();
                         if !each(made, work) {
                             return Err(PreparationError::Stopped);
                         }
@@ -274,10 +267,15 @@ fn read_all(
 }
 
 fn unique_id(ids: &mut UniqueIds, path: &Path, row: &Row) -> String {
-    let later = row.later_turns.iter().cloned().map(row::user);
-    let id = row.id.clone().unwrap_or_else(|| match &row.tokens {
-        Some(tokens) => crate::files::sha256_hex(format!("{:?}", tokens))[..16].to_owned(),
-        None => content_hash(&row.messages.iter().cloned().chain(later).collect::<Vec<_>>(), row.tools.as_ref()),
+    let id = row.id.clone().unwrap_or_else(|| {
+        // The numbers of a row that was tokenised before are what it says.
+        let of_tokens = row.tokens.iter().map(|tokens| {
+            let spans = tokens.supervised.iter().flat_map(|span| [span.start as u64, span.end as u64]);
+            let numbers = tokens.ids.iter().map(|&id| u64::from(id)).chain(spans);
+            Message::new("tokens", numbers.map(|number| number.to_string()).collect::<Vec<_>>().join(" "))
+        });
+        let later: Vec<Message> = row.later_turns.iter().cloned().map(row::user).chain(of_tokens).collect();
+        content_hash(row.messages.iter().chain(&later), row.tools.as_ref())
     });
     ids.make(id, row.source.as_deref().unwrap_or(&crate::prompts::file_name(path)))
 }

@@ -185,8 +185,8 @@ pub(crate) struct Rows<T> {
 pub(crate) fn read_rows<T: Send>(path: &Path, parse: impl Fn(&[u8]) -> Result<T, String> + Sync) -> Result<Rows<T>, PromptError> {
     let mut rows = Rows { used: Vec::new(), rejected: Vec::new() };
     stream(path, parse, |batch| {
-        for mut parsed in batch {
-            match std::mem::replace(&mut parsed.row, Err(String::new())) {
+        for (parsed, row) in batch.into_iter().map(Parsed::split) {
+            match row {
                 Ok(row) => rows.used.push((parsed.line, row)),
                 Err(reason) => rows.rejected.push(parsed.rejected(path, reason)),
             }

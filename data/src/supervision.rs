@@ -5,6 +5,7 @@
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use sha2::{Digest, Sha256};
+use std::collections::HashSet;
 
 /// Purposes keep the random streams of one seed apart: no two uses share a generator.
 pub mod purpose {
@@ -110,16 +111,17 @@ fn shuffle_front(items: &mut [usize], count: usize, generator: &mut ChaCha8Rng) 
 
 /// Splits rows into (training, held out), as ascending indices.
 ///
-/// Rows are ranked by a hash of the seed and their id, and the lowest `ceil(fraction · rows)` are held out, so a row's
-/// rank does not depend on the other rows nor on their order. With two rows or more and a positive fraction each side
-/// gets at least one row; a single row is for training.
+/// Ids are ranked by a hash of the seed and themselves, and the rows of the lowest `ceil(fraction · ids)` are held out, so a row's rank
+/// does not depend on the other rows nor on their order. Rows of one id are the turns of a conversation and on one side, for each holds the
+/// ones before it. With two ids or more and a positive fraction each side gets at least one; a single one is for training.
 pub fn split_holdout(ids: &[&str], fraction: f64, seed: u64) -> (Vec<usize>, Vec<usize>) {
-    let mut ranked: Vec<usize> = (0..ids.len()).collect();
-    ranked.sort_by_cached_key(|&index| (Sha256::new_with_prefix(seed.to_le_bytes()).chain_update(ids[index]).finalize(), index));
-    let mut training = ranked.split_off(holdout_count(ids.len(), fraction));
+    let mut ranked: Vec<&str> = ids.to_vec();
     ranked.sort_unstable();
-    training.sort_unstable();
-    (training, ranked)
+    ranked.dedup();
+    ranked.sort_by_cached_key(|id| Sha256::new_with_prefix(seed.to_le_bytes()).chain_update(id).finalize());
+    ranked.truncate(holdout_count(ranked.len(), fraction));
+    let held_out: HashSet<&str> = ranked.into_iter().collect();
+    (0..ids.len()).partition(|&index| !held_out.contains(ids[index]))
 }
 
 /// The rank of a row towards a limit, which leaves those of the lowest ranks: so a row is in or out whatever the order of rows and files.
@@ -242,6 +244,16 @@ mod tests {
         let before = held(&forward, 1);
         let stayed = grown.iter().filter(|&&index| index < 50 && before.contains(&ids[index])).count();
         assert!(stayed >= 9);
+    }
+
+    #[test]
+    fn the_turns_of_a_conversation_are_on_one_side() {
+        let ids = ["a", "a", "b", "c", "c", "c", "d"];
+        for seed in 0..20 {
+            let (training, held) = split_holdout(&ids, 0.5, seed);
+            let of = |side: &[usize]| side.iter().map(|&index| ids[index]).collect::<HashSet<_>>();
+            assert_eq!((of(&training).len(), of(&held).len(), training.len() + held.len()), (2, 2, 7), "{training:?} {held:?}");
+        }
     }
 
     #[test]

@@ -8,20 +8,22 @@ use crate::chat::ChatTemplate;
 use crate::tokenizer::{SpecialTokens, Tokenizer};
 
 /// The stop token of [`byte_tokenizer`].
-pub(crate) const END: u32 = 256;
+pub(crate) const END: u32 = 257;
 /// Ids of [`byte_tokenizer`] are below this.
-pub(crate) const VOCABULARY: usize = 257;
+pub(crate) const VOCABULARY: usize = 258;
 
-/// A tokenizer whose token of an id below 256 is the byte of that value, as byte-level ones write it; then the special token `<|end|>`.
+/// A tokenizer whose token of an id below 256 is the byte of that value, as byte-level ones write it; then ` world`, which no text
+/// is read as for lack of merges, and the special token `<|end|>`.
 pub(crate) fn byte_tokenizer() -> Tokenizer {
     let printable = |byte: &u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
     let mut others = 256..;
-    let vocabulary: serde_json::Map<String, serde_json::Value> = (0..256_u32)
+    let mut vocabulary: serde_json::Map<String, serde_json::Value> = (0..256_u32)
         .map(|byte| {
             let code = if printable(&byte) { byte } else { others.next().unwrap() };
             (char::from_u32(code).unwrap().to_string(), byte.into())
         })
         .collect();
+    vocabulary.insert("\u{120}world".to_owned(), 256.into());
     let tokenizer = json!({
         "version": "1.0",
         "added_tokens": [{"id": END, "content": "<|end|>", "single_word": false, "lstrip": false, "rstrip": false,

@@ -155,9 +155,15 @@ fn a_prompt_file_without_a_prompt_is_an_error_and_bad_rows_are_counted() {
     let rejected = fs::read_to_string(responses.join("rejected.jsonl")).unwrap();
     let rejected: Vec<serde_json::Value> = rejected.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(rejected.iter().map(|row| row["line"].as_u64().unwrap()).collect::<Vec<_>>(), [6, 10, 13]);
-    let manifest: serde_json::Value =
-        serde_json::from_str(&fs::read_to_string(responses.join(data::manifest::FILE_NAME)).unwrap()).unwrap();
+    let path = responses.join(data::manifest::FILE_NAME);
+    let mut manifest: serde_json::Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
     assert_eq!((&manifest["results"]["rows_used"], &manifest["results"]["rows_rejected"]), (&24.into(), &3.into()));
+    assert!(["requests", "under-way"].iter().all(|name| !responses.join(name).exists()), "what was there for the work is gone");
+    // Parts without the work that they are of cannot be gone on from.
+    manifest["complete"] = false.into();
+    fs::write(&path, manifest.to_string()).unwrap();
+    let (code, message) = fails(folder.path(), Path::new("recipe.toml"), &[]);
+    assert!(code == 1 && message.contains("lost its folder `requests`") && message.contains("--restart regenerate"), "{message}");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use super::*;
 use crate::prompts::Request;
 use crate::requests::write_chunk;
-use crate::responses::SCHEMA_VERSION;
+use crate::responses::{SCHEMA_VERSION, part_name};
 use crate::supervision::{below, counter_generator};
 use crate::testing::{END, byte_tokenizer, template};
 
@@ -58,6 +58,11 @@ fn reply(question: &Question, with_ids: bool) -> Result<Answer, String> {
         ids.push(END);
     }
     Ok(Answer { ids: with_ids.then_some(ids), text: (!with_ids).then_some(text), finish_reason })
+}
+
+/// The same engine in a good mood: it refuses nothing.
+fn willing(question: &Question, with_ids: bool) -> Result<Answer, String> {
+    reply(question, with_ids).or_else(|_| Ok(Answer { ids: Some(vec![7, END]), text: None, finish_reason: FinishReason::Stop }))
 }
 
 /// Answers up to `most` questions, eight under way, in an order drawn by `seed`; whether all is through.
@@ -135,7 +140,8 @@ fn a_hundred_kills_leave_the_same_rows_as_none() {
             assert!(attempt < 300, "it never ends");
         }
         assert_eq!(rows(folder.path()), expected);
-        assert!(list(&folder.path().join(UNDER_WAY), "chunk-").unwrap().is_empty(), "no journal is left");
+        let left: Vec<_> = fs::read_dir(folder.path().join(UNDER_WAY)).unwrap().map(|it| it.unwrap().file_name()).collect();
+        assert_eq!(left, ["rejected-00000.jsonl"], "no journal is left");
     }
 }
 
@@ -164,4 +170,75 @@ fn text_alone_becomes_the_same_ids_and_says_so() {
     let second = ids.iter().find(|row| row.id == "row-3" && row.turn == 1).unwrap();
     let first = ids.iter().find(|row| row.id == "row-3" && row.turn == 0).unwrap();
     assert_eq!(second.prompt_text, format!("{}{}<|end|>user:and?<|end|>assistant:", first.prompt_text, first.response_text));
+}
+
+/// All conversations with an engine, one question after the other; also how many were asked.
+fn have_all(
+    folder: &Path,
+    work: &Path,
+    change: impl Fn(&mut Common<'_>),
+    engine: fn(&Question, bool) -> Result<Answer, String>,
+) -> (Result<bool, ConversationError>, usize) {
+    let (tokenizer, template, provenance) = (byte_tokenizer(), template(), provenance());
+    let mut common = Common {
+        folder,
+        work,
+        provenance: &provenance,
+        tokenizer: &tokenizer,
+        template: &template,
+        thinking: false,
+        temperature: 0.0,
+        max_tokens: 200,
+        stop_tokens: &[END],
+        may_be_refused: 0,
+    };
+    change(&mut common);
+    let mut progress = |_| {};
+    let mut asking = Asking::new(common, &[0, 1, 2], &mut progress).unwrap();
+    let mut asked = 0;
+    while let Some(question) = asking.next() {
+        asked += 1;
+        if asking.answer(question.key, engine(&question, false)).is_break() {
+            break;
+        }
+    }
+    (asking.finish(), asked)
+}
+
+#[test]
+fn too_many_refusals_end_the_stage_and_are_asked_again_and_nothing_else_is() {
+    let (work, folder) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    write_work(work.path());
+    // One is within what may be refused, so its chunk is through.
+    assert!(have_all(folder.path(), work.path(), |common| common.may_be_refused = 1, reply).0.unwrap());
+    assert_eq!(refused(folder.path(), 0).unwrap().len(), 1);
+    let expected = rows(folder.path());
+    fs::remove_file(folder.path().join(part_name(2))).unwrap();
+    // Now none may be: the next answer that is no answer ends it.
+    let (ended, _) = have_all(folder.path(), work.path(), |_| {}, |_, _| Err("gone".to_owned()));
+    let message = ended.unwrap_err().to_string();
+    assert!(message.contains("refused 2 conversations") && message.contains("gone"), "{message}");
+    assert!(!is_through(folder.path(), 0) && is_through(folder.path(), 1), "the chunk with a refused row is under way again");
+    let (ended, asked) = have_all(folder.path(), work.path(), |_| {}, willing);
+    assert!(ended.unwrap());
+    let last: usize = expected.iter().filter(|row| row.ids_from != IdsFrom::Given && row.source == "s").count();
+    assert!(asked < last, "only the refused row of the first chunk and the lost third chunk: {asked}");
+    let found = rows(folder.path());
+    let others: Vec<&Response> = found.iter().filter(|row| row.id != "row-12").collect();
+    assert_eq!(others, expected.iter().collect::<Vec<_>>());
+    assert_eq!(found.iter().filter(|row| row.id == "row-12").count(), 3);
+}
+
+#[test]
+fn a_turn_without_room_ends_a_conversation_and_an_unknown_end_is_a_fault() {
+    let (work, folder) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    write_work(work.path());
+    assert!(have_all(folder.path(), work.path(), |common| common.max_tokens = 60, willing).0.unwrap());
+    let short = rows(folder.path());
+    assert!(short.iter().all(|row| row.prompt_ids.len() + 2 <= 60));
+    assert_eq!(short.iter().filter(|row| row.id == "row-3").map(|row| row.turn).collect::<Vec<_>>(), [0]);
+    // Text alone, and no way to tell which token ended it.
+    let other = tempfile::tempdir().unwrap();
+    let message = have_all(other.path(), work.path(), |common| common.stop_tokens = &[3], reply).0.unwrap_err().to_string();
+    assert!(message.contains("no stop token of the target ([3])"), "{message}");
 }

@@ -100,13 +100,24 @@ fn tokens(fields: &Map<String, Value>) -> Result<Tokens, String> {
 
 /// The user's turns after the first, where a row is in `turns`.
 fn later_turns(fields: &Map<String, Value>) -> Result<Vec<String>, String> {
-    let Some(("turns", Value::Array(list))) = prompt_field(fields) else { return Ok(Vec::new()) };
+    match prompt_field(fields) {
+        Some(("turns", value)) => Ok(texts("turns", value)?.split_off(1)),
+        _ => Ok(Vec::new()),
+    }
+}
+
+/// A list of texts, none of them blank.
+pub(crate) fn texts(name: &str, value: &Value) -> Result<Vec<String>, String> {
+    let Value::Array(list) = value else { return Err(format!("`{name}` is not a list of texts")) };
+    if list.is_empty() {
+        return Err(format!("`{name}` is empty"));
+    }
     let text = |(index, value): (usize, &Value)| match value.as_str() {
-        None => Err(format!("turn {} of `turns` is not a text", index + 1)),
-        Some(text) if text.trim().is_empty() => Err(format!("turn {} of `turns` is empty", index + 1)),
+        None => Err(format!("turn {} of `{name}` is not a text", index + 1)),
+        Some(text) if text.trim().is_empty() => Err(format!("turn {} of `{name}` is empty", index + 1)),
         Some(text) => Ok(text.to_owned()),
     };
-    list.iter().enumerate().skip(1).map(text).collect()
+    list.iter().enumerate().map(text).collect()
 }
 
 /// A text or a number as a name.

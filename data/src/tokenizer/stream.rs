@@ -67,28 +67,8 @@ fn behind(given: &str, text: &str) -> String {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::testing::byte_tokenizer;
     use serde_json::json;
-
-    /// A tokenizer whose token of an id below 256 is the byte of that value, as byte-level ones write it; then ` world` and a special one.
-    fn bytes() -> Tokenizer {
-        let printable = |byte: &u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
-        let mut others = 256..;
-        let mut vocabulary: serde_json::Map<String, serde_json::Value> = (0..256_u32)
-            .map(|byte| {
-                let code = if printable(&byte) { byte } else { others.next().unwrap() };
-                (char::from_u32(code).unwrap().to_string(), byte.into())
-            })
-            .collect();
-        vocabulary.insert("\u{120}world".to_owned(), 256.into());
-        let tokenizer = json!({
-            "version": "1.0",
-            "added_tokens": [{"id": 257, "content": "<|end|>", "single_word": false, "lstrip": false, "rstrip": false,
-                "normalized": false, "special": true}],
-            "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
-            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
-        });
-        Tokenizer::from_json(tokenizer.to_string().as_bytes()).unwrap()
-    }
 
     /// One that marks spaces and falls back to bytes, as Llama's first ones do.
     fn falling_back() -> Tokenizer {
@@ -120,7 +100,7 @@ mod tests {
     #[test]
     fn characters_come_whole_however_their_bytes_are_split() {
         let text = "日本 👩‍👩‍👧 né\u{301}e 🙂";
-        for tokenizer in [bytes(), falling_back()] {
+        for tokenizer in [byte_tokenizer(), falling_back()] {
             let tokens: Vec<u32> = text.bytes().map(u32::from).collect();
             let found = pieces(&tokenizer, &tokens);
             assert_eq!(found.concat(), text);
@@ -132,7 +112,7 @@ mod tests {
 
     #[test]
     fn broken_bytes_are_replaced_as_soon_as_that_is_certain() {
-        let tokenizer = bytes();
+        let tokenizer = byte_tokenizer();
         assert_eq!(pieces(&tokenizer, &[0xe4, 0xbd, u32::from(b'a')]), ["", "", "\u{fffd}a", ""]);
         assert_eq!(pieces(&tokenizer, &[u32::from(b'a'), 0xe4, 0xbd]), ["a", "", "", "\u{fffd}"]);
     }
@@ -144,7 +124,11 @@ mod tests {
         for from in 0..tokens.len() {
             for to in from..=tokens.len() {
                 let tokens = &tokens[from..to];
-                assert_eq!(pieces(&bytes(), tokens).concat(), bytes().decode(tokens, true).unwrap(), "{tokens:?}");
+                assert_eq!(
+                    pieces(&byte_tokenizer(), tokens).concat(),
+                    byte_tokenizer().decode(tokens, true).unwrap(),
+                    "{tokens:?}"
+                );
             }
         }
     }
