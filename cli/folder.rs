@@ -131,7 +131,9 @@ pub(crate) fn inputs(recipe: &Recipe, stage: Stage, run: &RunFolder) -> anyhow::
         Stage::Regenerate => {
             take("target", &["target.model"]);
             take("data", &["data.prompts", "data.holdout", "data.max_rejected", "data.truncated"]);
-            take("regenerate", &["regenerate.batch_rows"]);
+            // Where servers are and how many are asked changes no answer; which engine writes it may.
+            let how = ["batch_rows", "endpoints", "concurrency", "timeout", "retries"].map(|name| format!("regenerate.{name}"));
+            take("regenerate", &how.each_ref().map(String::as_str));
         }
         Stage::Train => {
             take("drafter", &["drafter.init"]);

@@ -1,19 +1,24 @@
 //! The target answers every prompt: exact token ids in Parquet parts, every row accounted for. Prompt files become work on disk first
-//! ([`data::preparation`]); then the built-in engine has the conversations, chunk by chunk ([`data::conversations`]).
+//! ([`data::preparation`]); then an engine has the conversations, chunk by chunk ([`data::conversations`]): the target itself, loaded here, or
+//! servers that have it ([`data::serving`]).
 
+mod servers;
+
+use std::cell::{Cell, RefCell};
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::path::Path;
 use std::time::Instant;
 
 use anyhow::Context as _;
+use configs::Engine;
 use data::conversations::{self, Asking, Common, Done, UNDER_WAY};
 use data::engine::{Answer, Conversations};
 use data::files::{remove_temporaries, write_atomically_with};
 use data::manifest::Manifest;
 use data::preparation::{Preparation, PreparationError, Prepared, REJECTED, prepare, prepared};
 use data::prompts::Rejected;
-use data::responses::{FinishReason, PARTS, Provenance, Response, SCHEMA_VERSION, part_name, read_part};
+use data::responses::{FinishReason, IdsFrom, PARTS, Provenance, Response, SCHEMA_VERSION, part_name, read_part};
 use evaluator::generate::{GenerateSettings, Generated, Prompt, generate};
 use evaluator::sampling::Sampler;
 use model::Transformer;
@@ -111,7 +116,11 @@ fn work(context: &Context<'_>, text: &Text, earlier: Option<&Manifest>) -> anyho
 /// Has all conversations that are left; whether all are through.
 fn answer(context: &Context<'_>, text: &Text, prepared: &Prepared, may_be_refused: usize) -> anyhow::Result<bool> {
     let recipe = context.recipe;
-    let target = models::target(recipe)?;
+    let target = match recipe.regenerate.engine {
+        Engine::Builtin => Some(models::target(recipe)?),
+        Engine::Server => None,
+    };
+    let stop_tokens = models::model_config(&recipe.target.model)?.eos_token_id;
     let provenance = provenance(context, text);
     let common = Common {
         folder: &context.folder,
@@ -122,18 +131,29 @@ fn answer(context: &Context<'_>, text: &Text, prepared: &Prepared, may_be_refuse
         thinking: recipe.target.thinking,
         temperature: recipe.regenerate.temperature,
         max_tokens: recipe.data.max_tokens,
-        stop_tokens: &target.config.eos_token_id,
+        stop_tokens: &stop_tokens,
         may_be_refused,
     };
     let bar = context.progress.bar("regenerate", prepared.rows_used);
     let begun = Instant::now();
-    let mut show = |done: Done| {
-        let rate = done.tokens as f64 / begun.elapsed().as_secs_f64();
-        bar.set(done.conversations, &format!("{rate:.0} tokens/s"));
+    let (done, by_server) = (Cell::new(Done::default()), RefCell::new(String::new()));
+    let show = || {
+        let rate = done.get().tokens as f64 / begun.elapsed().as_secs_f64();
+        bar.set(done.get().conversations, &format!("{rate:.0} tokens/s{}", by_server.borrow()));
+    };
+    let mut progress = |now: Done| {
+        done.set(now);
+        show();
     };
     let chunks: Vec<usize> = (0..prepared.chunks).collect();
-    let mut asking = Asking::new(common, &chunks, &mut show)?;
-    let generated = built_in(context, &target, prepared, &mut asking);
+    let mut asking = Asking::new(common, &chunks, &mut progress)?;
+    let generated = match &target {
+        Some(target) => built_in(context, target, prepared, &mut asking),
+        None => servers::answer(context, &stop_tokens, &mut asking, &bar, &mut |servers| {
+            by_server.replace(servers);
+            show();
+        }),
+    };
     // What is answered is kept, whatever ended the rest; and what went wrong with answers says more than the engine that was stopped.
     let through = asking.finish()?;
     write_parts(context, prepared)?;
@@ -206,13 +226,18 @@ fn write_rejected(context: &Context<'_>, refused: &[Rejected]) -> anyhow::Result
 fn provenance(context: &Context<'_>, text: &Text) -> Provenance {
     let recipe = context.recipe;
     let sampling = &recipe.regenerate;
+    let by = match &sampling.server_model {
+        Some(model) => format!(" by servers as {model}"),
+        None if sampling.engine == Engine::Server => " by servers".to_owned(),
+        None => String::new(),
+    };
     Provenance {
         target: name_of(recipe.target.model.as_ref()),
         revision: recipe.target.revision.clone(),
         tokenizer_hash: text.tokenizer.hash(),
         chat_template_hash: text.template.hash(),
         sampling: format!(
-            "temperature {} top_p {} top_k {} seed {}",
+            "temperature {} top_p {} top_k {} seed {}{by}",
             sampling.temperature, sampling.top_p, sampling.top_k, recipe.seed
         ),
         schema_version: SCHEMA_VERSION,
@@ -241,6 +266,10 @@ fn finish(context: &Context<'_>, prepared: &Prepared) -> anyhow::Result<Status> 
         ("tokens".to_string(), json!(counts.tokens)),
         ("finished_by_stop".to_string(), json!(counts.stopped)),
         ("finished_by_length".to_string(), json!(counts.rows - counts.stopped)),
+        ("refused_by_engine".to_string(), json!(refused.len())),
+        ("ids_from_engine".to_string(), json!(counts.from_engine)),
+        ("ids_from_tokenizer".to_string(), json!(counts.from_tokenizer)),
+        ("ids_given".to_string(), json!(counts.rows - counts.from_engine - counts.from_tokenizer)),
     ]);
     context.write_manifest(Stage::Regenerate, true, results)?;
     remove(&context.folder.join(WORK))?;
@@ -254,6 +283,13 @@ fn finish(context: &Context<'_>, prepared: &Prepared) -> anyhow::Result<Status> 
         counts.rows - counts.stopped,
         context.recipe.regenerate.max_new_tokens
     ));
+    let more = [
+        (refused.len(), format!("conversations refused by the engine ({REJECTED} says why)")),
+        (counts.from_tokenizer, "responses whose ids the tokenizer gave, since the engine gave text alone".to_owned()),
+    ];
+    for (number, what) in more.iter().filter(|(number, _)| *number > 0) {
+        context.progress.note(&format!("{:>12} {number} {what}", "regenerate"));
+    }
     Ok(Status::Done)
 }
 
@@ -270,6 +306,8 @@ struct Counts {
     rows: usize,
     tokens: usize,
     stopped: usize,
+    from_engine: usize,
+    from_tokenizer: usize,
 }
 
 impl Counts {
@@ -277,5 +315,7 @@ impl Counts {
         self.rows += 1;
         self.tokens += response.response_ids.len();
         self.stopped += usize::from(response.finish_reason == FinishReason::Stop);
+        self.from_engine += usize::from(response.ids_from == IdsFrom::Engine);
+        self.from_tokenizer += usize::from(response.ids_from == IdsFrom::Tokenizer);
     }
 }

@@ -24,8 +24,8 @@ use std::path::Path;
 pub use error::RecipeError;
 pub use hardware::{Hardware, Latency};
 pub use recipe::{
-    AnchorSees, Benchmark, Budget, Criterion, Data, Decoder, Devices, Drafter, DrafterKind, Drafts, Dtype, Evaluate, FanOut,
-    Labels, Objective, PositionWeights, Prune, Recipe, Regenerate, Schedule, Stop, Target, Train, Truncated,
+    AnchorSees, Benchmark, Budget, Criterion, Data, Decoder, Devices, Drafter, DrafterKind, Drafts, Dtype, Engine, Evaluate,
+    FanOut, Labels, Objective, PositionWeights, Prune, Recipe, Regenerate, Schedule, Stop, Target, Train, Truncated,
 };
 pub use reference::{Method, PublishedFigures, Reference, ReferenceError};
 pub use source::Place;

@@ -93,14 +93,35 @@ pub enum Truncated {
 /// How the target writes its responses.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Regenerate {
+    pub engine: Engine,
+    /// The addresses of the servers that answer, none of them twice; empty with the built-in engine.
+    pub endpoints: Vec<String>,
+    /// The name that the servers have for the target; absent: the only one that they list.
+    pub server_model: Option<String>,
+    /// Requests under way at one time, at each server.
+    pub concurrency: usize,
+    /// Seconds that one request to a server may take.
+    pub timeout: usize,
+    /// How often a question is asked again when servers fail at it in a way that may pass.
+    pub retries: usize,
     /// 0 is greedy.
     pub temperature: f64,
     pub top_p: f64,
     /// 0 leaves the vocabulary whole.
     pub top_k: usize,
     pub max_new_tokens: usize,
-    /// Responses written at once.
+    /// Responses that the built-in engine writes at once.
     pub batch_rows: usize,
+}
+
+/// Who writes the responses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Engine {
+    /// The target, loaded by this program.
+    Builtin,
+    /// Servers of OpenAI's protocol that have the target.
+    Server,
 }
 
 /// How the drafter is trained.

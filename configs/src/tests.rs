@@ -108,7 +108,19 @@ fn defaults_complete_a_minimal_recipe() {
             max_rejected: 1.0,
             truncated: Truncated::Keep,
         },
-        regenerate: Regenerate { temperature: 0.0, top_p: 1.0, top_k: 0, max_new_tokens: 2048, batch_rows: 32 },
+        regenerate: Regenerate {
+            engine: Engine::Builtin,
+            endpoints: Vec::new(),
+            server_model: None,
+            concurrency: 32,
+            timeout: 600,
+            retries: 5,
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: 0,
+            max_new_tokens: 2048,
+            batch_rows: 32,
+        },
         train: Train {
             anchors: 128,
             gamma: 4.0,
@@ -204,6 +216,7 @@ fn every_key_changes_the_recipe() {
         drafter.labels="next" drafter.anchor_sees="prefix" drafter.mask_token=17 drafter.untie_head=true
         data.prompts=["part-*.jsonl"] data.max_tokens=256 data.holdout=0 data.limit=5 data.max_rejected=0.5 data.truncated="drop"
         regenerate.temperature=0.7 regenerate.top_p=0.8 regenerate.top_k=20 regenerate.max_new_tokens=96 regenerate.batch_rows=8
+        regenerate.concurrency=4 regenerate.timeout=30 regenerate.retries=2
         train.anchors=16 train.gamma=3.5 train.ar_weight=0.5 train.objective="target" train.position_weights="d_pace"
         train.pace_alpha=0.3 train.batch_tokens=4096 train.forward_rows=64 train.schedule="wsd" train.decay=0.1 train.learning_rate=1e-4
         train.mask_learning_rate=1e-2 train.steps=66 train.batch_responses=5 train.warmup=0.1 train.minimum_learning_rate=0
@@ -221,9 +234,10 @@ fn every_key_changes_the_recipe() {
 
     let mut given: BTreeSet<String> = assignments.iter().map(|(key, _)| key.to_string()).collect();
     // These have one valid value, or none of their own.
-    given.extend(["extends", "drafter.kind", "regenerate.engine"].map(String::from));
+    given.extend(["extends", "drafter.kind"].map(String::from));
     // These ask for another, which is tried below.
     given.extend(["evaluate.every", "evaluate.drafts", "evaluate.budget"].map(String::from));
+    given.extend(["regenerate.engine", "regenerate.endpoints", "regenerate.server_model"].map(String::from));
     assert_eq!(given, typed::Recipe::key_paths().into_iter().collect(), "this test names every key");
 
     // With the section present from the start, a key of [prune] cannot change the recipe by its presence alone.
@@ -292,6 +306,32 @@ fn a_budget_is_blocks_or_automatic_or_a_time_and_not_for_rectangles() {
 }
 
 #[test]
+fn servers_are_named_for_the_engine_that_asks_them() {
+    let folder = Folder::new();
+    let server = "[regenerate]\nengine = \"server\"\n";
+    let text = format!("{MINIMAL}{server}endpoints = [\"http://a:1\"]\nserver_model = \"m\"\n");
+    let regenerate = folder.load(&text, &[]).unwrap().regenerate;
+    assert_eq!(regenerate.engine, Engine::Server);
+    assert_eq!((regenerate.endpoints, regenerate.server_model), (vec!["http://a:1".to_string()], Some("m".to_string())));
+    // A later source that goes back to the built-in engine needs no servers.
+    let regenerate = folder.load(&text, &["regenerate.engine=builtin"]).unwrap().regenerate;
+    assert_eq!((regenerate.engine, regenerate.endpoints, regenerate.server_model), (Engine::Builtin, Vec::new(), None));
+
+    let message = folder.message(&format!("{MINIMAL}{server}"), &[]);
+    assert!(message.starts_with("recipe.toml:18:10: `regenerate.endpoints` must name at least one server"), "{message}");
+    let endpoints = |list: &str| folder.message(&format!("{MINIMAL}{server}endpoints = {list}\n"), &[]);
+    assert!(endpoints("[]").contains("19:13: `regenerate.endpoints` must name at least one"), "{}", endpoints("[]"));
+    let message = endpoints("[\"http://a:1\", \"localhost:8000\"]");
+    assert!(message.contains("19:28: `regenerate.endpoints` has `localhost:8000`, which is not an address"), "{message}");
+    let message = endpoints("[\"http://a:1\", \"http://a:1\"]");
+    assert!(message.contains("names `http://a:1` twice; raise `regenerate.concurrency`"), "{message}");
+    for setting in ["endpoints = [\"http://a:1\"]", "server_model = \"m\""] {
+        let message = folder.message(&format!("{MINIMAL}[regenerate]\n{setting}\n"), &[]);
+        assert!(message.contains("is for servers: set `regenerate.engine = \"server\"`"), "{message}");
+    }
+}
+
+#[test]
 fn drafts_are_sampled_only_above_temperature_zero() {
     let folder = Folder::new();
     for temperature in ["", "temperature = 0.0\n"] {
@@ -355,6 +395,7 @@ fn resolved_recipe_loads_back_equal() {
         long,
         vec!["evaluate.fan_out=best_first"],
         vec!["evaluate.fan_out=geometric", "evaluate.budget=auto"],
+        vec!["regenerate.engine=server", "regenerate.endpoints=[\"http://a:1\", \"https://b/v1\"]", "regenerate.server_model=m"],
         vec!["evaluate.fan_out=geometric", "evaluate.budget=2.5 ms"],
     ] {
         let recipe = folder.load(MINIMAL, &overrides).unwrap();
@@ -366,7 +407,7 @@ fn resolved_recipe_loads_back_equal() {
     for key in typed::Recipe::key_paths() {
         let is_absent = [
             "extends",
-            "regenerate.engine",
+            "regenerate.server_model",
             "drafter.layers",
             "drafter.keep_layers",
             "data.limit",

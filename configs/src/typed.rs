@@ -116,8 +116,8 @@ keys! { Drafter at "drafter.":
 keys! { Data at "data.":
     prompts: Vec<Written<String>>, max_tokens: usize, holdout: f64, limit: usize, max_rejected: f64, truncated: String;
 }
-keys! { Regenerate at "regenerate.":
-    engine: String, temperature: f64, top_p: f64, top_k: usize, max_new_tokens: usize, batch_rows: usize;
+keys! { Regenerate at "regenerate.", settled by no_servers_of_the_builtin_engine:
+    engine: String, endpoints: Vec<Written<String>>, server_model: String, concurrency: usize, timeout: usize, retries: usize, temperature: f64, top_p: f64, top_k: usize, max_new_tokens: usize, batch_rows: usize;
 }
 keys! { Train at "train.", settled by one_batch_size:
     anchors: usize, gamma: f64, ar_weight: f64, objective: String, position_weights: String, pace_alpha: f64, learning_rate: f64,
@@ -157,6 +157,16 @@ fn no_budget_of_a_rectangle(evaluate: &mut Evaluate, source: &Arc<Source>) {
     if rectangle && budget.as_ref().is_some_and(|it| !Arc::ptr_eq(&it.place.source, source)) {
         evaluate.budget.written = None;
     }
+}
+
+/// Servers go with the engine that they were written for: a later source that asks for the built-in one takes them away.
+fn no_servers_of_the_builtin_engine(regenerate: &mut Regenerate, source: &Arc<Source>) {
+    let is_here = |place: &Place| Arc::ptr_eq(&place.source, source);
+    if !regenerate.engine.written.as_ref().is_some_and(|it| it.value == "builtin" && is_here(&it.place)) {
+        return;
+    }
+    regenerate.endpoints.written.take_if(|it| !is_here(&it.place));
+    regenerate.server_model.written.take_if(|it| !is_here(&it.place));
 }
 
 /// Reads the recipe file at `path` over `recipe`, after the file it extends. `named_at` is the `extends` that led here,

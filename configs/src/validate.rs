@@ -11,8 +11,8 @@ use crate::rules::{
 use crate::source::{Place, Source};
 use crate::typed::{self, Field, Section, Written};
 use crate::{
-    AnchorSees, Benchmark, Budget, Criterion, Data, Decoder, Devices, Drafter, DrafterKind, Drafts, Dtype, Evaluate, FanOut,
-    Labels, Objective, PositionWeights, Prune, Recipe, RecipeError, Regenerate, Schedule, Stop, Target, Train, Truncated,
+    AnchorSees, Benchmark, Budget, Criterion, Data, Decoder, Devices, Drafter, DrafterKind, Drafts, Dtype, Engine, Evaluate,
+    FanOut, Labels, Objective, PositionWeights, Prune, Recipe, RecipeError, Regenerate, Schedule, Stop, Target, Train, Truncated,
     hardware, paths,
 };
 
@@ -157,23 +157,55 @@ fn data(section: &Section<typed::Data>, whole_file: &Place) -> Result<Data, Reci
 }
 
 fn regenerate(fields: &typed::Regenerate) -> Result<Regenerate, RecipeError> {
-    if let Some(engine) = &fields.engine.written {
-        match engine.value.as_str() {
-            "builtin" => {}
-            "server" => {
-                let fault = "`server` is not available yet; available: `builtin`";
-                return Err(bad(fields.engine.key, &engine.place, fault));
+    let engine = choice(&fields.engine, Engine::Builtin, &[("builtin", Engine::Builtin), ("server", Engine::Server)])?;
+    let endpoints = endpoints(&fields.endpoints)?;
+    match engine {
+        Engine::Builtin => {
+            let endpoints_written = fields.endpoints.written.as_ref().filter(|_| !endpoints.is_empty());
+            let written = endpoints_written.map(|written| (fields.endpoints.key, &written.place));
+            let model = fields.server_model.written.as_ref().map(|written| (fields.server_model.key, &written.place));
+            if let Some((key, place)) = written.or(model) {
+                return Err(bad(key, place, "is for servers: set `regenerate.engine = \"server\"` or leave it out"));
             }
-            other => return Err(bad(fields.engine.key, &engine.place, &format!("must be `builtin`, not `{other}`"))),
+        }
+        Engine::Server => {
+            let written = fields.endpoints.written.as_ref().map(|written| &written.place);
+            let place = written.or(fields.engine.written.as_ref().map(|written| &written.place));
+            if let Some(place) = place.filter(|_| endpoints.is_empty()) {
+                let fault = "must name at least one server, such as `endpoints = [\"http://localhost:8000/v1\"]`";
+                return Err(bad(fields.endpoints.key, place, fault));
+            }
         }
     }
     Ok(Regenerate {
+        engine,
+        endpoints,
+        server_model: fields.server_model.written.as_ref().map(|written| written.value.clone()),
+        concurrency: count(&fields.concurrency, 32)?,
+        timeout: count(&fields.timeout, 600)?,
+        retries: any(&fields.retries, 5),
         temperature: temperature(&fields.temperature)?,
         top_p: share(&fields.top_p, 1.0)?,
         top_k: any(&fields.top_k, 0),
         max_new_tokens: count(&fields.max_new_tokens, 2048)?,
         batch_rows: count(&fields.batch_rows, 32)?,
     })
+}
+
+fn endpoints(field: &Field<Vec<Written<String>>>) -> Result<Vec<String>, RecipeError> {
+    let mut endpoints: Vec<String> = Vec::new();
+    for item in field.written.iter().flat_map(|written| &written.value) {
+        if !["http://", "https://"].iter().any(|scheme| item.value.starts_with(scheme)) {
+            let fault = format!("has `{}`, which is not an address that starts with `http://` or `https://`", item.value);
+            return Err(bad(field.key, &item.place, &fault));
+        }
+        if endpoints.contains(&item.value) {
+            let fault = format!("names `{}` twice; raise `regenerate.concurrency` instead", item.value);
+            return Err(bad(field.key, &item.place, &fault));
+        }
+        endpoints.push(item.value.clone());
+    }
+    Ok(endpoints)
 }
 
 fn train(section: &Section<typed::Train>, block_size: usize, whole_file: &Place) -> Result<Train, RecipeError> {

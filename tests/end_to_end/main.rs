@@ -9,6 +9,7 @@ mod interrupt;
 mod launch;
 mod pruning;
 mod ranks;
+mod serving;
 mod soak;
 mod tiny;
 mod whole_runs;

@@ -24,10 +24,10 @@ const LONG: [&str; 8] = [
 ];
 
 /// A linear congruential generator is random enough for moments, and repeats.
-struct Moments(u64);
+pub(super) struct Moments(pub(super) u64);
 
 impl Moments {
-    fn below(&mut self, bound: u64) -> u64 {
+    pub(super) fn below(&mut self, bound: u64) -> u64 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) % bound
     }
