@@ -13,13 +13,13 @@ use std::time::Instant;
 use anyhow::Context as _;
 use configs::Engine;
 use data::conversations::{self, Asking, Common, Done, UNDER_WAY};
-use data::engine::{Answer, Conversations};
+use data::engine::Conversations;
 use data::files::{remove_temporaries, write_atomically_with};
 use data::manifest::Manifest;
 use data::preparation::{Preparation, PreparationError, Prepared, REJECTED, prepare, prepared};
 use data::prompts::Rejected;
 use data::responses::{FinishReason, IdsFrom, PARTS, Provenance, Response, SCHEMA_VERSION, part_name, read_part};
-use evaluator::generate::{GenerateSettings, Generated, Prompt, generate};
+use evaluator::generate::{GenerateSettings, generate};
 use evaluator::sampling::Sampler;
 use model::Transformer;
 use serde_json::{Map, Value, json};
@@ -30,9 +30,6 @@ use crate::models::{self, Text};
 
 /// The folder of the work, within that of the responses; it goes when all is answered.
 const WORK: &str = "requests";
-
-/// Questions that are asked together, for every response that grows at the same time. The last of them run with fewer beside them.
-const QUESTIONS_PER_LANE: usize = 16;
 
 /// Generates what is still missing and writes the manifest.
 pub(super) fn run(context: &Context<'_>, earlier: Option<&Manifest>) -> anyhow::Result<Status> {
@@ -141,8 +138,11 @@ fn answer(context: &Context<'_>, text: &Text, prepared: &Prepared, may_be_refuse
         let rate = done.get().tokens as f64 / begun.elapsed().as_secs_f64();
         bar.set(done.get().conversations, &format!("{rate:.0} tokens/s{}", by_server.borrow()));
     };
+    let mut listed = Ok(());
     let mut progress = |now: Done| {
-        done.set(now);
+        if now.chunks != done.replace(now).chunks && listed.is_ok() {
+            listed = write_parts(context, prepared);
+        }
         show();
     };
     let chunks: Vec<usize> = (0..prepared.chunks).collect();
@@ -156,8 +156,8 @@ fn answer(context: &Context<'_>, text: &Text, prepared: &Prepared, may_be_refuse
     };
     // What is answered is kept, whatever ended the rest; and what went wrong with answers says more than the engine that was stopped.
     let through = asking.finish()?;
-    write_parts(context, prepared)?;
     generated?;
+    listed?;
     Ok(through)
 }
 
@@ -178,28 +178,10 @@ fn built_in(
         },
         stop_tokens: target.config.eos_token_id.clone(),
         max_new_tokens: sampling.max_new_tokens,
-        lanes: sampling.batch_rows,
+        longest_prompt: prepared.longest_prompt,
+        lanes: sampling.batch_rows.min(prepared.rows_used),
     };
-    let together = QUESTIONS_PER_LANE * settings.lanes.max(1);
-    while !context.stopping() {
-        let questions: Vec<_> = std::iter::from_fn(|| conversations.next()).take(together).collect();
-        if questions.is_empty() {
-            break;
-        }
-        let prompts: Vec<Prompt> =
-            questions.iter().map(|it| Prompt { request: it.counter, ids: it.prompt_ids.clone() }).collect();
-        let mut ended = false;
-        generate(target, &prompts, &settings, context.stop, &mut |Generated { index, ids, finish_reason }| {
-            let flow = conversations.answer(questions[index].key, Ok(Answer { ids: Some(ids), text: None, finish_reason }));
-            ended |= flow.is_break();
-            flow
-        })?;
-        if ended {
-            break;
-        }
-        write_parts(context, prepared)?;
-    }
-    Ok(())
+    Ok(generate(target, conversations, &settings, context.stop)?)
 }
 
 /// Lists the parts that are there, for those who look on; the stage itself goes by the files.

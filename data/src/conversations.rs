@@ -80,6 +80,8 @@ pub struct Done {
     /// Conversations that are through, the refused ones included.
     pub conversations: usize,
     pub refused: usize,
+    /// Chunks that are through.
+    pub chunks: usize,
     /// Generated for this process alone.
     pub tokens: usize,
 }
@@ -148,6 +150,7 @@ impl<'a> Asking<'a> {
             remove_journal(common.folder, chunk)?;
             done.refused += refused(common.folder, chunk)?.len();
             done.conversations += count_rows(common.work, chunk)?;
+            done.chunks += 1;
         }
         progress(done);
         let end_of_turn = end_of_turn(&common);
@@ -383,6 +386,7 @@ impl<'a> Asking<'a> {
             write_atomically(&refused_path(self.common.folder, chunk), &refused).map_err(ConversationError::Write)?;
         }
         write_part(self.common.folder, chunk, &rows, self.common.provenance)?;
+        self.done.chunks += 1;
         remove_journal(self.common.folder, chunk)
     }
 

@@ -54,6 +54,8 @@ pub struct Prepared {
     pub rows_used: usize,
     pub duplicate_ids: usize,
     pub chunks: usize,
+    /// The most tokens that a prompt can have; of a conversation with later turns, whose prompts nobody knows yet, what the limit allows.
+    pub longest_prompt: usize,
     pub sources: Vec<FileCount>,
     pub reasons: Reasons,
 }
@@ -240,6 +242,7 @@ fn read_all(
                     Ok(work) => {
                         count.used += 1;
                         made.rows_used += 1;
+                        made.longest_prompt = made.longest_prompt.max(longest_prompt(&work, preparation.max_tokens));
                         if !each(made, work) {
                             return Err(PreparationError::Stopped);
                         }
@@ -313,6 +316,15 @@ fn work(preparation: &Preparation<'_>, path: &Path, line: usize, id: String, mut
         return Err(format!("its text has the token {id}, beyond the target's vocabulary of {vocabulary}"));
     }
     Ok(Work { request: request(path, line, id, row), later: turns, prompt_text, prompt_ids, supervised: Vec::new() })
+}
+
+/// The most tokens that a prompt of this work can have.
+fn longest_prompt(work: &Work, max_tokens: usize) -> usize {
+    match (work.supervised.is_empty(), work.later.is_empty()) {
+        (false, _) => 0,
+        (true, false) => max_tokens,
+        (true, true) => work.prompt_ids.len(),
+    }
 }
 
 /// A chat as what is said before each answer: the answers within it go, since the target gives its own. An answer that calls tools stays,

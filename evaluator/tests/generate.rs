@@ -2,14 +2,15 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
 
 use configs::Drafts;
+use data::engine::{Answer, Conversations, Question};
 use data::responses::FinishReason;
 use evaluator::fan_out::FanOut;
-use evaluator::generate::{GenerateSettings, Generated, Prompt, generate};
+use evaluator::generate::{GenerateSettings, generate};
 use evaluator::{DecodeError, Event, Sampler, Settings, autoregressive};
 use model::{ModelConfig, Transformer};
 use serde_json::json;
@@ -22,6 +23,61 @@ fn random_model(model_type: &str, seed: u64) -> Transformer {
     let config = json!({"model_type": model_type, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": VOCABULARY});
     Transformer::random(ModelConfig::from_json(&config).unwrap(), seed, Kind::Float)
+}
+
+/// What to ask; sampling draws from `request`.
+#[derive(Debug, Clone)]
+struct Prompt {
+    request: u64,
+    ids: Vec<u32>,
+}
+
+/// An answer to the prompt of this index.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Generated {
+    index: usize,
+    ids: Vec<u32>,
+    finish_reason: FinishReason,
+}
+
+/// Prompts as conversations of one turn; after some of them a second one is asked.
+#[derive(Default)]
+struct Asked {
+    prompts: VecDeque<(u64, Prompt)>,
+    answers: Vec<Generated>,
+    refused: Vec<(u64, String)>,
+    /// Key -> what is asked once that is answered.
+    later: Vec<(u64, Prompt)>,
+    /// Answers after which it wants no more.
+    enough: Option<usize>,
+}
+
+impl Asked {
+    fn new(prompts: &[Prompt]) -> Self {
+        Asked { prompts: (0..).zip(prompts.iter().cloned()).collect(), ..Asked::default() }
+    }
+}
+
+impl Conversations for Asked {
+    fn next(&mut self) -> Option<Question> {
+        let (key, Prompt { request, ids }) = self.prompts.pop_front()?;
+        Some(Question { key, messages: Vec::new(), tools: None, prompt_ids: ids, counter: request })
+    }
+
+    fn answer(&mut self, key: u64, answer: Result<Answer, String>) -> ControlFlow<()> {
+        match answer {
+            Ok(Answer { ids, text: None, finish_reason }) => {
+                self.answers.push(Generated { index: key as usize, ids: ids.unwrap(), finish_reason });
+            }
+            Ok(answer) => panic!("{answer:?}"),
+            Err(reason) => self.refused.push((key, reason)),
+        }
+        if let Some(place) = self.later.iter().position(|(after, _)| *after == key) {
+            let number = 1000 + key;
+            self.prompts.push_back((number, self.later.remove(place).1));
+        }
+        if self.enough == Some(self.answers.len()) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    }
 }
 
 /// Prompts of 1 to 9 tokens, in no order of length; request counters are the indices, as the decoders have them.
@@ -39,18 +95,15 @@ fn sampled() -> Sampler {
 }
 
 fn settings(sampler: Sampler, stop_tokens: &[u32], max_new_tokens: usize, lanes: usize) -> GenerateSettings {
-    GenerateSettings { sampler, stop_tokens: stop_tokens.to_vec(), max_new_tokens, lanes }
+    GenerateSettings { sampler, stop_tokens: stop_tokens.to_vec(), max_new_tokens, longest_prompt: 2500, lanes }
 }
 
 /// All responses in the order in which they finished.
 fn generated(target: &Transformer, prompts: &[Prompt], settings: &GenerateSettings) -> Vec<Generated> {
-    let mut responses = Vec::new();
-    generate(target, prompts, settings, &AtomicBool::new(false), &mut |response| {
-        responses.push(response);
-        ControlFlow::Continue(())
-    })
-    .unwrap();
-    responses
+    let mut asked = Asked::new(prompts);
+    generate(target, &mut asked, settings, &AtomicBool::new(false)).unwrap();
+    assert_eq!(asked.refused, []);
+    asked.answers
 }
 
 /// The same responses, in the order of the prompts.
@@ -157,30 +210,48 @@ fn prompts_beyond_one_prefill_forward_are_read_in_several() {
 #[test]
 fn generation_ends_when_told_to() {
     let target = random_model("llama", 1);
-    let mut calls = 0;
-    generate(&target, &prompts(9), &settings(Sampler::greedy(), &[], 3, 2), &AtomicBool::new(false), &mut |_| {
-        calls += 1;
-        if calls == 3 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-    })
-    .unwrap();
-    assert_eq!(calls, 3);
+    let mut asked = Asked { enough: Some(3), ..Asked::new(&prompts(9)) };
+    generate(&target, &mut asked, &settings(Sampler::greedy(), &[], 3, 2), &AtomicBool::new(false)).unwrap();
+    assert_eq!(asked.answers.len(), 3);
     // The flag is looked at after every token, also while no response finishes.
-    let stop = AtomicBool::new(true);
-    generate(&target, &prompts(9), &settings(Sampler::greedy(), &[], 1000, 2), &stop, &mut |_| panic!("a response")).unwrap();
+    let mut asked = Asked::new(&prompts(9));
+    generate(&target, &mut asked, &settings(Sampler::greedy(), &[], 1000, 2), &AtomicBool::new(true)).unwrap();
+    assert_eq!((asked.answers.len(), asked.prompts.len()), (0, 9));
     assert!(generated(&target, &[], &settings(Sampler::greedy(), &[], 3, 2)).is_empty());
 }
 
 #[test]
-fn prompts_that_cannot_be_read_are_refused_before_anything_runs() {
+fn what_an_answer_leads_to_is_asked_too_and_pools_are_filled_again() {
     let target = random_model("llama", 1);
-    for (ids, problem) in [(vec![], "prompt 1 is empty"), (vec![0, VOCABULARY], "prompt 1 has the token 24")] {
-        let prompts = [Prompt { request: 0, ids: vec![1] }, Prompt { request: 1, ids }];
-        let error = generate(&target, &prompts, &settings(Sampler::greedy(), &[], 3, 2), &AtomicBool::new(false), &mut |_| {
-            panic!("a response")
-        });
-        let error = error.unwrap_err();
-        assert!(matches!(error, DecodeError::Prompt { index: 1, .. }));
-        assert!(error.to_string().starts_with(problem), "{error}");
+    let prompts = prompts(70);
+    let settings = settings(sampled(), &[2, 5], 12, 2);
+    let expected = one_by_one(&target, &prompts, &settings);
+    // Two lanes have a pool of 32; three of the prompts are only asked when another is answered.
+    let mut asked = Asked::new(&prompts[..67]);
+    asked.later = [(0, 67), (40, 68), (66, 69)].map(|(after, prompt)| (after, prompts[prompt].clone())).to_vec();
+    generate(&target, &mut asked, &settings, &AtomicBool::new(false)).unwrap();
+    assert_eq!(asked.answers.len(), 70);
+    for answer in &asked.answers {
+        let place =
+            [(1000, 67), (1040, 68), (1066, 69)].iter().find(|(key, _)| *key == answer.index).map_or(answer.index, |it| it.1);
+        assert_eq!((&answer.ids, answer.finish_reason), (&expected[place].ids, expected[place].finish_reason));
+    }
+}
+
+#[test]
+fn prompts_that_cannot_be_read_are_refused_and_the_others_answered() {
+    let target = random_model("llama", 1);
+    let settings = GenerateSettings { longest_prompt: 3, ..settings(Sampler::greedy(), &[], 3, 2) };
+    for (ids, problem) in [
+        (vec![], "is empty"),
+        (vec![0, VOCABULARY], "has the token 24"),
+        (vec![1; 4], "its prompt has 4 tokens, and there is room for 3"),
+    ] {
+        let prompts = [vec![1], ids, vec![2]].map(|ids| Prompt { request: 0, ids });
+        let mut asked = Asked::new(&prompts);
+        generate(&target, &mut asked, &settings, &AtomicBool::new(false)).unwrap();
+        assert_eq!((asked.answers.len(), asked.refused.len(), asked.refused[0].0), (2, 1, 1));
+        assert!(asked.refused[0].1.contains(problem), "{:?}", asked.refused);
     }
 }
 
@@ -188,8 +259,7 @@ fn prompts_that_cannot_be_read_are_refused_before_anything_runs() {
 fn a_failure_of_libtorch_is_an_error_not_a_panic() {
     let mut target = random_model("llama", 1);
     target.layers[1].o_proj = target.layers[1].o_proj.narrow(1, 0, 15);
-    let error = generate(&target, &prompts(2), &settings(Sampler::greedy(), &[], 3, 2), &AtomicBool::new(false), &mut |_| {
-        panic!("a response")
-    });
+    let mut asked = Asked::new(&prompts(2));
+    let error = generate(&target, &mut asked, &settings(Sampler::greedy(), &[], 3, 2), &AtomicBool::new(false));
     assert!(matches!(error.unwrap_err(), DecodeError::Torch(_)));
 }

@@ -6,8 +6,9 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use configs::{Drafts, Labels};
+use data::engine::{Answer, Conversations, Question};
 use evaluator::fan_out::FanOut;
-use evaluator::generate::{GenerateSettings, Prompt, generate};
+use evaluator::generate::{GenerateSettings, generate};
 use evaluator::{DecodeError, Drafter, Event, Sampler, Settings, asynchronous, autoregressive, lockstep};
 use model::Transformer;
 use tch::{Device, Kind, Tensor};
@@ -147,7 +148,25 @@ fn a_cache_beyond_all_memory_is_refused_with_what_it_would_take() {
     refused(lockstep(&target, &drafter, &prompts, &endless, &mut ignore));
     refused(autoregressive(&target, &prompts, &endless, &mut ignore));
 
-    let asked = [Prompt { request: 0, ids: prompts[0].clone() }];
-    let batch = GenerateSettings { sampler: Sampler::greedy(), stop_tokens: Vec::new(), max_new_tokens: usize::MAX, lanes: 1 };
-    refused(generate(&target, &asked, &batch, &false.into(), &mut |_| ControlFlow::Continue(())));
+    let batch = GenerateSettings {
+        sampler: Sampler::greedy(),
+        stop_tokens: Vec::new(),
+        max_new_tokens: usize::MAX,
+        longest_prompt: 9,
+        lanes: 1,
+    };
+    refused(generate(&target, &mut Nothing, &batch, &false.into()));
+}
+
+/// Conversations that ask nothing.
+struct Nothing;
+
+impl Conversations for Nothing {
+    fn next(&mut self) -> Option<Question> {
+        None
+    }
+
+    fn answer(&mut self, _: u64, _: Result<Answer, String>) -> ControlFlow<()> {
+        ControlFlow::Continue(())
+    }
 }
