@@ -257,6 +257,9 @@ fn lead(
         model::checkpoint::remove_partial(&folder)?;
         let manifest = match standing(&folder, stage.name(), &inputs)? {
             Standing::Complete(_) => {
+                if stage == Stage::Regenerate {
+                    regenerate::remove_work(&folder)?;
+                }
                 progress.note(&format!("{:>12} is done", stage.name()));
                 continue;
             }

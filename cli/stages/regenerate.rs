@@ -254,8 +254,7 @@ fn finish(context: &Context<'_>, prepared: &Prepared) -> anyhow::Result<Status> 
         ("ids_given".to_string(), json!(counts.rows - counts.from_engine - counts.from_tokenizer)),
     ]);
     context.write_manifest(Stage::Regenerate, true, results)?;
-    remove(&context.folder.join(WORK))?;
-    remove(&context.folder.join(UNDER_WAY))?;
+    remove_work(&context.folder)?;
     context.progress.note(&format!(
         "{:>12} {} responses, {} tokens; {} ended by themselves, {} at the limit of {} tokens",
         "regenerate",
@@ -275,9 +274,12 @@ fn finish(context: &Context<'_>, prepared: &Prepared) -> anyhow::Result<Status> 
     Ok(Status::Done)
 }
 
-fn remove(folder: &Path) -> anyhow::Result<()> {
-    if folder.exists() {
-        fs::remove_dir_all(folder).with_context(|| format!("cannot remove `{}`", folder.display()))?;
+/// Removes what is there for the work alone, which is over.
+pub(super) fn remove_work(folder: &Path) -> anyhow::Result<()> {
+    for folder in [WORK, UNDER_WAY].map(|name| folder.join(name)) {
+        if folder.exists() {
+            fs::remove_dir_all(&folder).with_context(|| format!("cannot remove `{}`", folder.display()))?;
+        }
     }
     Ok(())
 }

@@ -5,6 +5,7 @@ mod bad_input;
 mod benchmarks;
 mod compare;
 mod generate;
+mod inspect;
 mod interrupt;
 mod launch;
 mod pruning;

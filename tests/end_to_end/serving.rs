@@ -202,6 +202,14 @@ fn a_run_whose_servers_are_not_there_says_so_and_keeps_what_it_has() {
     let asked: usize = living[0].asked().len();
     assert!(asked < CHATS * 4 / 3 * 2, "{asked}");
 
+    // A process that was killed just before the end leaves the work behind; the next one clears it away.
+    let responses = folder.path().join("runs/tiny/responses");
+    fs::create_dir(responses.join("requests")).unwrap();
+    fs::write(responses.join("requests/prepared.json"), "{}").unwrap();
+    let output = regenerate(folder.path(), &living, 6).output().unwrap();
+    assert!(output.status.success() && stderr(&output).contains("is done"), "{}", stderr(&output));
+    assert!(!responses.join("requests").exists());
+
     // What servers wrote is not continued by the target itself.
     let mut other = drafthorse(folder.path(), &["regenerate", "recipe.toml", "--set", "data.max_rejected=0.2"]);
     let output = other.output().unwrap();
