@@ -121,6 +121,18 @@ impl RunFolder {
 
 /// What a stage's results depend on: values of the recipe, the files it reads, and the inputs of the stage before it.
 pub(crate) fn inputs(recipe: &Recipe, stage: Stage, run: &RunFolder) -> anyhow::Result<BTreeMap<String, String>> {
+    let mut inputs = values(recipe, stage);
+    files(recipe, stage, &mut inputs)?;
+    // Scores are made while training as well; they belong to checkpoints, which go together with them when their stage begins anew.
+    if let Some(before) = stage.before().filter(|_| stage != Stage::Evaluate) {
+        let hash = upstream_hash(&run.path.join(before.folder()))?;
+        inputs.insert(format!("results of {}", before.name()), hash.unwrap_or_else(|| "(absent)".to_string()));
+    }
+    Ok(inputs)
+}
+
+/// Of a stage's inputs, the values of the recipe.
+pub(crate) fn values(recipe: &Recipe, stage: Stage) -> BTreeMap<String, String> {
     let mut inputs = BTreeMap::new();
     let mut take = |section: &str, left_out: &[&str]| {
         let wanted = recipe.section(section).into_iter().filter(|(key, _)| !left_out.contains(&key.as_str()));
@@ -162,7 +174,11 @@ pub(crate) fn inputs(recipe: &Recipe, stage: Stage, run: &RunFolder) -> anyhow::
             take("devices", &["devices.timeout"]);
         }
     }
-    // Files count by what they hold, so that a moved folder stays the same run.
+    inputs
+}
+
+/// Of a stage's inputs, the files that the recipe names. They count by what they hold, so that a moved folder stays the same run.
+fn files(recipe: &Recipe, stage: Stage, inputs: &mut BTreeMap<String, String>) -> anyhow::Result<()> {
     match stage {
         Stage::Regenerate => {
             inputs.insert("target.model".to_string(), model_identity(&recipe.target.model)?);
@@ -187,12 +203,7 @@ pub(crate) fn inputs(recipe: &Recipe, stage: Stage, run: &RunFolder) -> anyhow::
         }
         Stage::Prune => {}
     }
-    // Scores are made while training as well; they belong to checkpoints, which go together with them when their stage begins anew.
-    if let Some(before) = stage.before().filter(|_| stage != Stage::Evaluate) {
-        let hash = upstream_hash(&run.path.join(before.folder()))?;
-        inputs.insert(format!("results of {}", before.name()), hash.unwrap_or_else(|| "(absent)".to_string()));
-    }
-    Ok(inputs)
+    Ok(())
 }
 
 /// The hash of a complete stage's inputs and results.

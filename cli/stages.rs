@@ -101,9 +101,9 @@ impl Context<'_> {
         Ok(Text { template: text.template.with_date(&date)?, ..text })
     }
 
-    /// Where this rank trains: the recipe's device when alone, else one of its own.
-    pub(crate) fn training_device(&self) -> anyhow::Result<Device> {
-        let device = torch::device(&self.recipe.devices.drafter)?;
+    /// Where this rank does its share: on the recipe's device when alone, else on one of its own of that kind.
+    pub(crate) fn own_device(&self, named: &str) -> anyhow::Result<Device> {
+        let device = torch::device(named)?;
         match device {
             Device::Cuda(_) if !self.group.is_alone() => Ok(torch::device(&format!("cuda:{}", self.local_rank))?),
             _ => Ok(device),
@@ -179,9 +179,10 @@ fn join(
         match group.await_announcement(&announcement(begun))?.as_slice() {
             DONE => return Ok(Status::Done),
             INTERRUPTED => return Ok(Status::Interrupted),
-            _ => {
+            name => {
                 run.settle(&mut recipe);
-                let folder = run.path.join(Stage::Train.folder());
+                let stage = if name == Stage::Regenerate.name().as_bytes() { Stage::Regenerate } else { Stage::Train };
+                let folder = run.path.join(stage.folder());
                 if !folder.exists() {
                     anyhow::bail!(
                         "rank {} does not see `{}`, which rank 0 writes to; all ranks need the same file system and current folder",
@@ -190,7 +191,12 @@ fn join(
                     );
                 }
                 let inputs = BTreeMap::new();
-                train::run(&Context { recipe: &recipe, run: &run, progress, stop, group, local_rank, begun, folder, inputs })?;
+                let context = Context { recipe: &recipe, run: &run, progress, stop, group, local_rank, begun, folder, inputs };
+                if stage == Stage::Regenerate {
+                    regenerate::join(&context)?;
+                } else {
+                    train::run(&context)?;
+                }
             }
         }
     }
@@ -273,7 +279,7 @@ fn lead(
         let context = Context { recipe, run: &run, progress, stop, group, local_rank, begun, folder, inputs };
         // What the ranks do not share, rank 0 does with all cores of its machine, which the launcher has divided among them.
         let share = torch::tch::get_num_threads();
-        if !group.is_alone() && stage != Stage::Train {
+        if !group.is_alone() && !matches!(stage, Stage::Regenerate | Stage::Train) {
             torch::set_num_threads(torch::available_cores());
         }
         let status = match stage {

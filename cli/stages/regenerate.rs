@@ -1,10 +1,10 @@
 //! The target answers every prompt: exact token ids in Parquet parts, every row accounted for. Prompt files become work on disk first
-//! ([`data::preparation`]); then an engine has the conversations, chunk by chunk ([`data::conversations`]): the target itself, loaded here, or
-//! servers that have it ([`data::serving`]).
+//! ([`data::preparation`]); then an engine has the conversations, chunk by chunk ([`data::conversations`]): the target itself, loaded on
+//! every rank, or servers that have it ([`data::serving`]).
 
+mod answer;
 mod servers;
 
-use std::cell::{Cell, RefCell};
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::path::Path;
@@ -12,20 +12,16 @@ use std::time::Instant;
 
 use anyhow::Context as _;
 use configs::Engine;
-use data::conversations::{self, Asking, Common, Done, UNDER_WAY};
-use data::engine::Conversations;
+use data::conversations::{self, UNDER_WAY};
 use data::files::{remove_temporaries, write_atomically_with};
 use data::manifest::Manifest;
-use data::preparation::{Preparation, PreparationError, Prepared, REJECTED, prepare, prepared};
+use data::preparation::{Preparation, PreparationError, Prepared, REJECTED, prepare, prepared, prepared_work};
 use data::prompts::Rejected;
 use data::responses::{FinishReason, IdsFrom, PARTS, Provenance, Response, SCHEMA_VERSION, part_name, read_part};
-use evaluator::generate::{GenerateSettings, generate};
-use evaluator::sampling::Sampler;
-use model::Transformer;
 use serde_json::{Map, Value, json};
 
 use super::{Context, Stage, Status};
-use crate::folder::name_of;
+use crate::folder::{name_of, values};
 use crate::models::{self, Text};
 
 /// The folder of the work, within that of the responses; it goes when all is answered.
@@ -57,11 +53,35 @@ pub(super) fn run(context: &Context<'_>, earlier: Option<&Manifest>) -> anyhow::
     write_parts(context, &prepared)?;
     remove_temporaries(&context.folder.join(UNDER_WAY))?;
 
-    let missing = (0..prepared.chunks).any(|chunk| !conversations::is_through(&context.folder, chunk));
-    if missing && !answer(context, &text, &prepared, may_be_rejected as usize - prepared.rows_rejected)? {
-        return Ok(Status::Interrupted);
+    if answer::all(context, &text, &prepared, may_be_refused(context, &prepared))? {
+        finish(context, &prepared)
+    } else {
+        Ok(Status::Interrupted)
     }
-    finish(context, &prepared)
+}
+
+/// What a rank other than 0 does once the work is there: answers its share.
+pub(super) fn join(context: &Context<'_>) -> anyhow::Result<()> {
+    let prepared = prepared_work(&context.folder.join(WORK))?;
+    let prepared = prepared.with_context(|| {
+        format!(
+            "rank {} sees no work in `{}`, which rank 0 wrote it to",
+            context.group.rank(),
+            context.folder.join(WORK).display()
+        )
+    })?;
+    for (key, own) in values(context.recipe, Stage::Regenerate) {
+        if let Some(of_rank_0) = prepared.inputs.get(&key).filter(|of_rank_0| **of_rank_0 != own) {
+            anyhow::bail!("rank {}'s recipe has `{key}` = {own}, and that of rank 0 has {of_rank_0}", context.group.rank());
+        }
+    }
+    answer::share(context, &context.text()?, &prepared, may_be_refused(context, &prepared))
+}
+
+/// How many conversations the engine may refuse, after what was rejected before.
+fn may_be_refused(context: &Context<'_>, prepared: &Prepared) -> usize {
+    let may_be_rejected = (context.recipe.data.max_rejected * prepared.rows_read as f64) as usize;
+    may_be_rejected.saturating_sub(prepared.rows_rejected)
 }
 
 /// The work of all prompts: as an earlier process made it, else made now; `None` when asked to stop.
@@ -108,80 +128,6 @@ fn work(context: &Context<'_>, text: &Text, earlier: Option<&Manifest>) -> anyho
         }
         made => Ok(Some(made?)),
     }
-}
-
-/// Has all conversations that are left; whether all are through.
-fn answer(context: &Context<'_>, text: &Text, prepared: &Prepared, may_be_refused: usize) -> anyhow::Result<bool> {
-    let recipe = context.recipe;
-    let target = match recipe.regenerate.engine {
-        Engine::Builtin => Some(models::target(recipe)?),
-        Engine::Server => None,
-    };
-    let stop_tokens = models::model_config(&recipe.target.model)?.eos_token_id;
-    let provenance = provenance(context, text);
-    let common = Common {
-        folder: &context.folder,
-        work: &context.folder.join(WORK),
-        provenance: &provenance,
-        tokenizer: &text.tokenizer,
-        template: &text.template,
-        thinking: recipe.target.thinking,
-        temperature: recipe.regenerate.temperature,
-        max_tokens: recipe.data.max_tokens,
-        stop_tokens: &stop_tokens,
-        may_be_refused,
-    };
-    let bar = context.progress.bar("regenerate", prepared.rows_used);
-    let begun = Instant::now();
-    let (done, by_server) = (Cell::new(Done::default()), RefCell::new(String::new()));
-    let show = || {
-        let rate = done.get().tokens as f64 / begun.elapsed().as_secs_f64();
-        bar.set(done.get().conversations, &format!("{rate:.0} tokens/s{}", by_server.borrow()));
-    };
-    let mut listed = Ok(());
-    let mut progress = |now: Done| {
-        if now.chunks != done.replace(now).chunks && listed.is_ok() {
-            listed = write_parts(context, prepared);
-        }
-        show();
-    };
-    let chunks: Vec<usize> = (0..prepared.chunks).collect();
-    let mut asking = Asking::new(common, &chunks, &mut progress)?;
-    let generated = match &target {
-        Some(target) => built_in(context, target, prepared, &mut asking),
-        None => servers::answer(context, &stop_tokens, &mut asking, &bar, &mut |servers| {
-            by_server.replace(servers);
-            show();
-        }),
-    };
-    // What is answered is kept, whatever ended the rest; and what went wrong with answers says more than the engine that was stopped.
-    let through = asking.finish()?;
-    generated?;
-    listed?;
-    Ok(through)
-}
-
-/// The built-in engine: the target itself, here.
-fn built_in(
-    context: &Context<'_>,
-    target: &Transformer,
-    prepared: &Prepared,
-    conversations: &mut dyn Conversations,
-) -> anyhow::Result<()> {
-    let sampling = &context.recipe.regenerate;
-    let settings = GenerateSettings {
-        sampler: Sampler {
-            temperature: sampling.temperature,
-            top_p: sampling.top_p,
-            top_k: sampling.top_k,
-            seed: context.recipe.seed,
-        },
-        stop_tokens: target.config.eos_token_id.clone(),
-        max_new_tokens: sampling.max_new_tokens,
-        longest_prompt: prepared.longest_prompt,
-        lanes: sampling.batch_rows.min(prepared.rows_used),
-    };
-    Ok(generate(target, conversations, &settings, context.stop)?)
 }
 
 /// Lists the parts that are there, for those who look on; the stage itself goes by the files.

@@ -154,7 +154,7 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
     }
     let recipe = context.recipe;
     let responses = responses(context)?;
-    let (device, kind) = (context.training_device()?, models::kind(recipe.drafter.dtype));
+    let (device, kind) = (context.own_device(&recipe.devices.drafter)?, models::kind(recipe.drafter.dtype));
     // On the CPU, from where each rank takes its share.
     let start = models::initial_drafter(recipe)?;
     if responses.held_out.is_empty() && models::layers_to_remove(recipe, start.layers.len()) > 0 {

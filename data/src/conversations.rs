@@ -12,7 +12,7 @@ mod tests;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs;
 use std::io;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -65,8 +65,11 @@ pub enum ConversationError {
     Write(io::Error),
     #[error("cannot turn a response's ids into text: {0}")]
     Decode(#[from] TokenizerError),
-    #[error("the engine refused {refused} conversations, more than `data.max_rejected` allows; the last was `{id}`: {reason}")]
-    TooManyRefused { refused: usize, id: String, reason: String },
+    #[error(
+        "the engine refused {refused} conversations, more than `data.max_rejected` allows; the last was line {} of {}: {}", last.line,
+        last.file, last.reason
+    )]
+    TooManyRefused { refused: usize, last: Rejected },
     #[error(
         "the engine gives text without token ids, and the chat template's end of an answer has no stop token of the target ({stop_tokens:?}): it \
          cannot be told which token ended it; use an engine that returns token ids"
@@ -215,7 +218,7 @@ impl<'a> Asking<'a> {
     /// The responses of a row that was tokenised before.
     fn given(&self, row: &Work) -> Result<Vec<Response>, ConversationError> {
         let ids = &row.prompt_ids;
-        let response = |(turn, span): (usize, &std::ops::Range<usize>)| {
+        let response = |(turn, span): (usize, &Range<usize>)| {
             let stopped = span.end < ids.len() || ids.last().is_some_and(|last| self.common.stop_tokens.contains(last));
             Ok(Response {
                 id: row.request.id.clone(),
@@ -356,10 +359,10 @@ impl<'a> Asking<'a> {
         self.done.refused += 1;
         self.done.conversations += 1;
         open.left -= 1;
-        let id = open.work[row].request.id.clone();
         open.states[row] = State::Refused(reason.clone());
         if self.done.refused > self.common.may_be_refused {
-            return Err(ConversationError::TooManyRefused { refused: self.done.refused, id, reason });
+            let last = rejected(&open.work[row], reason);
+            return Err(ConversationError::TooManyRefused { refused: self.done.refused, last });
         }
         self.close_if_through(chunk)
     }
@@ -440,6 +443,25 @@ impl Conversations for Asking<'_> {
             (self.progress)(self.done);
         }
         if self.failure.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    }
+}
+
+/// Holds what all ranks together were refused against the limit that each of them had for itself.
+///
+/// # Errors
+/// When there is more; the refused rows are then asked for again by the next start.
+pub fn limit_refused(folder: &Path, chunks: Range<usize>, may_be_refused: usize) -> Result<(), ConversationError> {
+    let mut all = Vec::new();
+    for chunk in chunks {
+        all.extend(refused(folder, chunk)?);
+    }
+    let refused = all.len();
+    match all.pop() {
+        Some(last) if refused > may_be_refused => {
+            ask_refused_again(folder)?;
+            Err(ConversationError::TooManyRefused { refused, last })
+        }
+        _ => Ok(()),
     }
 }
 

@@ -86,13 +86,21 @@ const PREPARED: &str = "prepared.json";
 /// # Errors
 /// When the file is there and cannot be read.
 pub fn prepared(folder: &Path, inputs: &BTreeMap<String, String>) -> Result<Option<Prepared>, PreparationError> {
+    Ok(prepared_work(folder)?.filter(|prepared| prepared.inputs == *inputs))
+}
+
+/// Reads what [`prepare`] made from whatever inputs.
+///
+/// # Errors
+/// When the file is there and cannot be read.
+pub fn prepared_work(folder: &Path) -> Result<Option<Prepared>, PreparationError> {
     let path = folder.join(PREPARED);
     let bytes = match fs::read(&path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         bytes => bytes.map_err(|error| PreparationError::Read(name_path(&path, &error)))?,
     };
     // One that this version cannot read is as good as none: the work is made again.
-    Ok(serde_json::from_slice(&bytes).ok().filter(|prepared: &Prepared| prepared.inputs == *inputs))
+    Ok(serde_json::from_slice(&bytes).ok())
 }
 
 /// Makes the work of all prompt files anew in `folder`, which holds nothing else. `progress` is given the bytes and rows read so far.

@@ -11,6 +11,7 @@ mod launch;
 mod pruning;
 mod ranks;
 mod serving;
+mod shared_responses;
 mod soak;
 mod tiny;
 mod whole_runs;

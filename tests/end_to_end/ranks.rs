@@ -153,14 +153,19 @@ fn a_run_of_two_ranks_goes_on_with_one_and_then_with_four() {
     assert!(distance < 1e-5, "the final weights differ by {distance:e}");
 }
 
-/// Starts ranks by hand, each through a shell that may hinder it first; gives exit code and stderr of each.
+/// Starts ranks of training by hand, each through a shell that may hinder it first; gives exit code and stderr of each.
 fn by_hand(folder: &Path, port: u16, hinder: &dyn Fn(usize) -> String) -> Vec<(Option<i32>, String)> {
+    by_hand_in("train", folder, port, hinder)
+}
+
+/// The same for any stage.
+pub(crate) fn by_hand_in(stage: &str, folder: &Path, port: u16, hinder: &dyn Fn(usize) -> String) -> Vec<(Option<i32>, String)> {
     let children: Vec<_> = (0..2)
         .map(|rank| {
             let script = format!("{}; exec \"$0\" \"$@\"", hinder(rank));
             let binary = env!("CARGO_BIN_EXE_drafthorse");
             let mut command = Command::new("sh");
-            command.args(["-c", &script, binary, "train", "recipe.toml"]).args(STEPS).current_dir(folder);
+            command.args(["-c", &script, binary, stage, "recipe.toml"]).args(STEPS).current_dir(folder);
             let place = [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 2), ("MASTER_PORT", usize::from(port))];
             command.env("MASTER_ADDR", "127.0.0.1").envs(place.map(|(name, value)| (name, value.to_string())));
             command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap()
@@ -170,7 +175,7 @@ fn by_hand(folder: &Path, port: u16, hinder: &dyn Fn(usize) -> String) -> Vec<(O
     outputs.map(|output| (output.status.code(), stderr(&output))).collect()
 }
 
-fn free_port() -> u16 {
+pub(crate) fn free_port() -> u16 {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 

@@ -138,6 +138,15 @@ impl Group {
         found.inspect_err(|error| links.remember(error))
     }
 
+    /// Waits, for as long as it takes, until every rank has called this as often as this one: for work that each does for itself and that
+    /// takes the one hours longer than the other. Ends with an error when a rank dies, fails or leaves meanwhile. `meanwhile` is called a
+    /// few times a second.
+    pub fn meet(&self, meanwhile: &mut dyn FnMut()) -> Result<(), GroupError> {
+        let Some(links) = &self.links else { return Ok(()) };
+        let met = links.pulse.arrive(meanwhile, |view| links.verdict(view, "waiting for the others to be through", true));
+        met.inspect_err(|error| links.remember(error))
+    }
+
     /// Tells the others why this rank ends with an error, and leaves the group; to be called before the process ends. The others'
     /// collectives fail with this message. Where the error came from another rank, that rank stays the one to blame.
     pub fn fail(&self, message: &str) {

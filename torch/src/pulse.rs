@@ -75,6 +75,8 @@ pub(crate) struct Peer {
     silent: Duration,
     /// Collectives it has begun.
     pub(crate) begun: u64,
+    /// Pieces of work that it is through with, each for itself.
+    arrived: u64,
     /// It has read rank 0's last word.
     heard: bool,
     pub(crate) end: Option<End>,
@@ -103,6 +105,7 @@ struct Shared {
     /// Signalled to the thread when it has something to do.
     wake: Condvar,
     begun: AtomicU64,
+    arrived: AtomicU64,
 }
 
 impl Shared {
@@ -141,7 +144,7 @@ pub(crate) fn counter_keys(prefix: &str) -> [String; 2] {
 impl Pulse {
     /// Starts to beat. The ranks must all have written their `alive_key`, and made the `counter_keys`.
     pub(crate) fn start(store: Store, prefix: &str, rank: usize, world: usize, serves: bool) -> Self {
-        let peer = Peer { beat: 0, silent: Duration::ZERO, begun: 0, heard: false, end: None };
+        let peer = Peer { beat: 0, silent: Duration::ZERO, begun: 0, arrived: 0, heard: false, end: None };
         let state = State {
             peers: vec![peer; world],
             outbox: VecDeque::new(),
@@ -152,8 +155,13 @@ impl Pulse {
             ended: false,
             store_error: None,
         };
-        let shared =
-            Arc::new(Shared { state: Mutex::new(state), news: Condvar::new(), wake: Condvar::new(), begun: AtomicU64::new(0) });
+        let shared = Arc::new(Shared {
+            state: Mutex::new(state),
+            news: Condvar::new(),
+            wake: Condvar::new(),
+            begun: AtomicU64::new(0),
+            arrived: AtomicU64::new(0),
+        });
         let mut heart = Heart {
             store,
             shared: Arc::clone(&shared),
@@ -262,6 +270,29 @@ impl Pulse {
         result
     }
 
+    /// Waits until all ranks have called this as often as this one, or until `give_up` makes an error of what it sees. `meanwhile` is called
+    /// every now and then.
+    pub(crate) fn arrive<E>(&self, meanwhile: &mut dyn FnMut(), give_up: impl Fn(&View) -> Option<E>) -> Result<(), E> {
+        let arrived = self.shared.arrived.fetch_add(1, Ordering::Relaxed) + 1;
+        let mut state = self.shared.lock();
+        state.waiting = true;
+        self.shared.wake.notify_all();
+        let result = loop {
+            // Who has arrived counts first: the others may have gone on and left since.
+            if state.peers.iter().enumerate().all(|(rank, peer)| rank == self.rank || peer.arrived >= arrived) {
+                break Ok(());
+            }
+            if let Some(error) = give_up(&self.view_of(&mut state, GIVEN_UP)) {
+                break Err(error);
+            }
+            drop(state);
+            meanwhile();
+            state = self.news(self.shared.lock(), BEAT);
+        };
+        state.waiting = false;
+        result
+    }
+
     /// Says the last word, and stops. Where this process serves the store, waits a little until all others have heard it, so that the
     /// store is not gone before. Only the first last word counts.
     pub(crate) fn end(&self, end: &End) {
@@ -338,6 +369,11 @@ impl Heart {
             state.unanswered = Some((Duration::ZERO, Instant::now()));
             (state.outbox.clone(), state.peers.clone())
         };
+        // Before the words: who reads that a rank has left shall know by then how far it came.
+        self.beat += 1;
+        let counts = [&self.shared.begun, &self.shared.arrived].map(|count| count.load(Ordering::Relaxed));
+        let (heard, [begun, arrived]) = (u8::from(peers[0].end.is_some()), counts);
+        self.store.set(&alive_key(&self.prefix, self.rank), format!("{} {begun} {heard} {arrived}", self.beat).as_bytes())?;
         let [ends_key, announcements_key] = counter_keys(&self.prefix);
         for word in &outgoing {
             match word {
@@ -353,10 +389,6 @@ impl Heart {
                 }
             }
         }
-        self.beat += 1;
-        let (begun, heard) = (self.shared.begun.load(Ordering::Relaxed), u8::from(peers[0].end.is_some()));
-        self.store.set(&alive_key(&self.prefix, self.rank), format!("{} {begun} {heard}", self.beat).as_bytes())?;
-
         let mut keys: Vec<String> = (0..peers.len()).map(|rank| alive_key(&self.prefix, rank)).collect();
         keys.extend([ends_key, announcements_key]);
         let lines = self.store.get_lines(&keys)?;
@@ -369,6 +401,7 @@ impl Heart {
             peer.beat = beat;
             peer.begun = numbers.next().unwrap_or_default();
             peer.heard = numbers.next().unwrap_or_default() == 1;
+            peer.arrived = numbers.next().unwrap_or_default();
         }
         let counted = |index: usize| lines.get(index).and_then(|line| line.parse().ok()).unwrap_or_default();
         let (ends, announcements): (usize, usize) = (counted(peers.len()), counted(peers.len() + 1));

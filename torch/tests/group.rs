@@ -144,6 +144,18 @@ fn words(group: &Group) {
         assert_eq!(group.await_announcement("first").unwrap(), b"one");
         assert_eq!(group.await_announcement("second").unwrap(), b"");
     }
+
+    // Nobody goes on before the last is there, which may take longer than a collective may.
+    for last in 0..world {
+        let begun = Instant::now();
+        if rank == last && world > 1 {
+            std::thread::sleep(Duration::from_secs(1));
+        }
+        let mut looks = 0;
+        group.meet(&mut || looks += 1).unwrap();
+        assert!(world == 1 || begun.elapsed() >= Duration::from_millis(300), "rank {rank} went on alone");
+        assert!(world == 1 || rank == last || looks > 0);
+    }
 }
 
 #[test]

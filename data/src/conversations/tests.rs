@@ -213,6 +213,13 @@ fn too_many_refusals_end_the_stage_and_are_asked_again_and_nothing_else_is() {
     assert!(have_all(folder.path(), work.path(), |common| common.may_be_refused = 1, reply).0.unwrap());
     assert_eq!(refused(folder.path(), 0).unwrap().len(), 1);
     let expected = rows(folder.path());
+    limit_refused(folder.path(), 0..3, 1).unwrap();
+    // What is within the limit of each rank may be beyond that of all.
+    let message = limit_refused(folder.path(), 0..3, 0).unwrap_err().to_string();
+    assert!(message.contains("refused 1 conversations") && message.contains("no"), "{message}");
+    assert!(!is_through(folder.path(), 0) && is_through(folder.path(), 1), "the chunk with a refused row is under way again");
+    assert!(have_all(folder.path(), work.path(), |common| common.may_be_refused = 1, reply).0.unwrap());
+    assert_eq!(rows(folder.path()), expected);
     fs::remove_file(folder.path().join(part_name(2))).unwrap();
     // Now none may be: the next answer that is no answer ends it.
     let (ended, _) = have_all(folder.path(), work.path(), |_| {}, |_, _| Err("gone".to_owned()));
