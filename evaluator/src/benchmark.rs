@@ -16,7 +16,7 @@ use crate::bootstrap::ratio_interval;
 use crate::decode::{DecodeError, Decoded, Event, Settings, autoregressive, lockstep};
 use crate::drafter::Drafter;
 use crate::rounds::{Round, ratio, tally};
-use crate::sampling::Sampler;
+use crate::sampling::{Sampler, TokenPlace};
 use crate::score::{BenchmarkScore, DecoderScore, Divergence, PromptFigures, RoundRow};
 use crate::under_way::target_logits;
 
@@ -395,7 +395,7 @@ fn first_divergence(
             cache.set_length(0, before.len());
         }
         let logits_rv = target_logits(target, &cache, &[(0, last)], 1)?;
-        let chosen_by = || torch::to_f32s(&sampler.scores(&logits_rv, request as u64, &[position]));
+        let chosen_by = || torch::to_f32s(&sampler.scores(&logits_rv, &[TokenPlace { request: request as u64, position }]));
         scores.push(torch::guarded("comparing texts", chosen_by)?);
     }
     let alone = &scores[0];

@@ -18,7 +18,7 @@ use tch::Tensor;
 
 use crate::decode::{DecodeError, check_prompts};
 use crate::room::allocate;
-use crate::sampling::Sampler;
+use crate::sampling::{Sampler, TokenPlace};
 
 /// Rows that one prefill forward takes at most, unless a single prompt is longer.
 const PREFILL_ROWS: usize = 2048;
@@ -183,12 +183,6 @@ fn step(target: &Transformer, cache: &mut KvCache, running: &[Running], settings
 
 /// The target's choice for each lane's next token.
 fn choose(logits_rv: &Tensor, lanes: &[Running], settings: &GenerateSettings) -> Vec<u32> {
-    if settings.sampler.temperature <= 0.0 {
-        return settings.sampler.choose(logits_rv, 0, &[]);
-    }
-    let choose = |(row, lane): (usize, &Running)| {
-        let logits_1v = logits_rv.narrow(0, row as i64, 1);
-        settings.sampler.choose(&logits_1v, lane.question.counter, &[lane.ids.len()])
-    };
-    lanes.iter().enumerate().flat_map(choose).collect()
+    let place = |lane: &Running| TokenPlace { request: lane.question.counter, position: lane.ids.len() };
+    settings.sampler.choose(logits_rv, &lanes.iter().map(place).collect::<Vec<_>>())
 }

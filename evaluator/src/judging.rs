@@ -18,26 +18,24 @@ pub(crate) struct Trial<'a> {
 /// The verdicts of these trials by the target's logits `[R, V]`: trial by trial one row for each drafted token, and one more.
 pub(crate) fn judge(logits_rv: &Tensor, sampler: &Sampler, trials: &[Trial<'_>]) -> Result<Vec<Verdict>, TorchError> {
     torch::guarded("choosing the target's tokens", || {
-        // At temperature 0 choices need no noise, so those of all rows are taken at once.
-        let greedy = (sampler.temperature <= 0.0).then(|| sampler.choose(logits_rv, 0, &[]));
+        let places = |trial: &Trial<'_>| {
+            let TokenPlace { request, position } = trial.place;
+            (position..=position + trial.draft.len()).map(move |position| TokenPlace { request, position })
+        };
+        let choices = if trials.iter().any(|trial| trial.drawn_from.is_none()) {
+            sampler.choose(logits_rv, &trials.iter().flat_map(places).collect::<Vec<_>>())
+        } else {
+            Vec::new()
+        };
         let mut row = 0;
         let verdict = |trial: &Trial<'_>| {
             let (first, rows) = (row, trial.draft.len() + 1);
             row += rows;
-            let own_rv = || logits_rv.narrow(0, first as i64, rows as i64);
-            match (trial.drawn_from, &greedy) {
-                (Some(drafter), _) => {
-                    let vocabulary = logits_rv.size()[1] as usize;
-                    let probabilities = torch::to_f32s(&sampler.probabilities(&own_rv()));
-                    let target: Vec<&[f32]> = probabilities.chunks(vocabulary).collect();
-                    verify_drawn(trial.draft, drafter, &target, &sampler.chances(trial.place, trial.draft.len()))
-                }
-                (None, Some(choices)) => verify(trial.draft, &choices[first..first + rows]),
-                (None, None) => {
-                    let positions: Vec<usize> = (trial.place.position..trial.place.position + rows).collect();
-                    verify(trial.draft, &sampler.choose(&own_rv(), trial.place.request, &positions))
-                }
-            }
+            let Some(drafter) = trial.drawn_from else { return verify(trial.draft, &choices[first..first + rows]) };
+            let vocabulary = logits_rv.size()[1] as usize;
+            let probabilities = torch::to_f32s(&sampler.probabilities(&logits_rv.narrow(0, first as i64, rows as i64)));
+            let target: Vec<&[f32]> = probabilities.chunks(vocabulary).collect();
+            verify_drawn(trial.draft, drafter, &target, &sampler.chances(trial.place, trial.draft.len()))
         };
         trials.iter().map(verdict).collect()
     })

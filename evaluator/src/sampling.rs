@@ -26,11 +26,19 @@
 use data::supervision::{counter_generator, purpose};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::RngCore;
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 use torch::TorchError;
 
 use crate::verification::Chance;
+
+mod row;
+
+use row::Candidate;
+
+/// Beyond top-k, how many tokens that equal the k-th are looked for before a whole row is read. Logits in bf16 are often equal.
+const EQUALS: usize = 32;
 
 /// How the target chooses.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -57,19 +65,67 @@ impl Sampler {
         Self { temperature: 0.0, top_p: 1.0, top_k: 0, seed: 0 }
     }
 
-    /// The tokens chosen for f32 logits `[R, V]`; row `i` is for the token at `positions[i]` of the response to `request`, counted
-    /// from 0.
-    pub fn choose(&self, logits_rv: &Tensor, request: u64, positions: &[usize]) -> Vec<u32> {
-        torch::to_ids(&self.scores(logits_rv, request, positions).argmax(-1, false))
+    /// The tokens chosen for logits `[R, V]`, row `i` for `places[i]`: those with the largest [`Sampler::scores`].
+    pub fn choose(&self, logits_rv: &Tensor, places: &[TokenPlace]) -> Vec<u32> {
+        if self.temperature <= 0.0 {
+            return torch::to_ids(&logits_rv.argmax(-1, false));
+        }
+        let rows = self.candidates(logits_rv);
+        let choose = |(candidates, place): (Vec<Candidate>, &TokenPlace)| {
+            let candidates = if self.top_p < 1.0 { row::nucleus(candidates, self.top_p) } else { candidates };
+            row::choose(&candidates, &mut self.noise_of(*place))
+        };
+        rows.into_par_iter().zip(places).map(choose).collect()
     }
 
-    /// Scores `[R, V]` whose largest entry of a row is the token chosen.
-    pub fn scores(&self, logits_rv: &Tensor, request: u64, positions: &[usize]) -> Tensor {
+    /// Row by row the tokens that top-k leaves.
+    fn candidates(&self, logits_rv: &Tensor) -> Vec<Vec<Candidate>> {
+        let (rows, vocabulary) = (logits_rv.size()[0], logits_rv.size()[1] as usize);
+        let temper = |logit: &f32| (f64::from(*logit) / self.temperature) as f32;
+        let whole = |row_v: &[f32]| row::all(row_v.iter().map(temper));
+        // More than k, since all that equal the k-th stay.
+        let looked_at = self.top_k.saturating_add(EQUALS);
+        if self.top_k == 0 || looked_at >= vocabulary {
+            let logits = torch::to_f32s(logits_rv);
+            return logits.par_chunks(vocabulary).map(|row_v| self.keep_likeliest(whole(row_v))).collect();
+        }
+        let (best_rk, ids_rk) = logits_rv.topk(looked_at as i64, -1, true, true);
+        let (best, ids) = (torch::to_f32s(&best_rk), torch::to_ids(&ids_rk));
+        let rows = (0..rows).zip(best.chunks(looked_at).zip(ids.chunks(looked_at)));
+        let candidates = |(row, (logits, ids)): (i64, (&[f32], &[u32]))| {
+            // When even the last one equals the k-th, there may be more of them.
+            if logits[looked_at - 1] >= logits[self.top_k - 1] {
+                return self.keep_likeliest(whole(&torch::to_f32s(&logits_rv.select(0, row))));
+            }
+            let tokens = ids.iter().zip(logits);
+            self.keep_likeliest(tokens.map(|(&id, logit)| Candidate { id, logit: temper(logit) }).collect())
+        };
+        rows.map(candidates).collect()
+    }
+
+    /// The k likeliest candidates and those that equal the last of them.
+    fn keep_likeliest(&self, mut candidates: Vec<Candidate>) -> Vec<Candidate> {
+        if self.top_k > 0 && self.top_k < candidates.len() {
+            let mut logits: Vec<f32> = candidates.iter().map(|candidate| candidate.logit).collect();
+            let (_, smallest, _) = logits.select_nth_unstable_by(self.top_k - 1, |one, other| other.total_cmp(one));
+            candidates.retain(|candidate| candidate.logit >= *smallest);
+        }
+        candidates
+    }
+
+    /// Scores `[R, V]` of all tokens, of which each row's largest belongs to the token chosen; row `i` is for `places[i]`.
+    pub fn scores(&self, logits_rv: &Tensor, places: &[TokenPlace]) -> Tensor {
         if self.temperature <= 0.0 {
             return logits_rv.shallow_clone();
         }
-        let noise = self.noise(logits_rv.size()[1] as usize, request, positions);
-        self.kept(logits_rv) + noise.to_device(logits_rv.device())
+        let vocabulary = logits_rv.size()[1];
+        let mut noise = Vec::with_capacity(places.len() * vocabulary as usize);
+        for &place in places {
+            let mut generator = self.noise_of(place);
+            noise.extend((0..vocabulary).map(|_| row::gumbel(generator.next_u32())));
+        }
+        let noise_rv = Tensor::from_slice(&noise).view([places.len() as i64, vocabulary]);
+        self.kept(logits_rv) + noise_rv.to_device(logits_rv.device())
     }
 
     /// For logits `[R, V]` the distributions `[R, V]` (f32) after temperature, top-k and top-p, of which [`Sampler::choose`] draws.
@@ -125,24 +181,19 @@ impl Sampler {
         if self.top_p >= 1.0 {
             return logits_rv.shallow_clone();
         }
-        let (sorted, order) = logits_rv.sort(-1, true);
-        let probabilities = sorted.softmax(-1, Kind::Float);
+        // Of equal ones the smaller id comes first, and the sums are in f64, so that the nucleus is the one of `row::nucleus`.
+        let (sorted, order) = logits_rv.sort_stable(true, -1, true);
+        let probabilities = sorted.softmax(-1, Kind::Double);
         // A token goes when the likelier ones already reach the share; so the likeliest always stays.
-        let before = probabilities.cumsum(-1, Kind::Float) - &probabilities;
+        let before = probabilities.cumsum(-1, Kind::Double) - &probabilities;
         let dropped_in_order = before.ge(self.top_p);
         let dropped = dropped_in_order.zeros_like().scatter(-1, &order, &dropped_in_order);
         logits_rv.masked_fill(&dropped, f64::NEG_INFINITY)
     }
 
-    /// Gumbel noise `[R, V]`; a token's noise depends on its id, not on which tokens were kept.
-    fn noise(&self, vocabulary: usize, request: u64, positions: &[usize]) -> Tensor {
-        let mut uniform = Vec::with_capacity(positions.len() * vocabulary);
-        for &position in positions {
-            let mut generator = counter_generator(self.seed, purpose::SAMPLING, request, position as u64);
-            uniform.extend((0..vocabulary).map(|_| (f64::from(generator.next_u32()) + 0.5) / 2_f64.powi(32)));
-        }
-        let uniform = Tensor::from_slice(&uniform).view([positions.len() as i64, vocabulary as i64]);
-        (-(-uniform.log()).log()).to_kind(Kind::Float)
+    /// The stream whose number at a token's id becomes that token's noise; it does not depend on which tokens are kept.
+    fn noise_of(&self, place: TokenPlace) -> ChaCha8Rng {
+        counter_generator(self.seed, purpose::SAMPLING, place.request, place.position as u64)
     }
 }
 
@@ -205,10 +256,14 @@ mod tests {
         Tensor::from_slice(rows.as_flattened()).view([-1, 4])
     }
 
+    fn places(request: u64, positions: std::ops::Range<usize>) -> Vec<TokenPlace> {
+        positions.map(|position| TokenPlace { request, position }).collect()
+    }
+
     fn counts(sampler: &Sampler, row: [f32; 4], draws: usize) -> [usize; 4] {
         let rows = logits(&vec![row; draws]);
         let mut counts = [0; 4];
-        for token in sampler.choose(&rows, 0, &(0..draws).collect::<Vec<_>>()) {
+        for token in sampler.choose(&rows, &places(0, 0..draws)) {
             counts[token as usize] += 1;
         }
         counts
@@ -217,7 +272,7 @@ mod tests {
     #[test]
     fn temperature_zero_takes_the_likeliest() {
         let rows = logits(&[[0.0, 3.0, 1.0, 2.0], [5.0, 3.0, 1.0, 2.0]]);
-        assert_eq!(Sampler::greedy().choose(&rows, 7, &[3, 4]), [1, 0]);
+        assert_eq!(Sampler::greedy().choose(&rows, &places(7, 3..5)), [1, 0]);
     }
 
     #[test]
@@ -256,12 +311,35 @@ mod tests {
     fn a_choice_depends_on_request_and_position_not_on_the_batch() {
         let sampler = Sampler { temperature: 1.0, top_p: 0.9, top_k: 3, seed: 5 };
         let rows: Vec<[f32; 4]> = (0..64).map(|row| [0.0, 0.1, 0.2, (row % 5) as f32 * 0.1]).collect();
-        let positions: Vec<usize> = (10..74).collect();
-        let together = sampler.choose(&logits(&rows), 9, &positions);
-        let apart: Vec<u32> =
-            rows.iter().zip(&positions).flat_map(|(row, &position)| sampler.choose(&logits(&[*row]), 9, &[position])).collect();
+        let together = sampler.choose(&logits(&rows), &places(9, 10..74));
+        let apart: Vec<u32> = rows
+            .iter()
+            .zip(10..)
+            .flat_map(|(row, position)| sampler.choose(&logits(&[*row]), &places(9, position..position + 1)))
+            .collect();
         assert_eq!(together, apart);
-        assert_ne!(together, sampler.choose(&logits(&rows), 8, &positions));
+        assert_ne!(together, sampler.choose(&logits(&rows), &places(8, 10..74)));
+    }
+
+    #[test]
+    fn choices_are_those_of_the_scores_of_all_tokens() {
+        let (rows, vocabulary) = (48, 997);
+        let drawn = Tensor::from_slice(
+            &(0..rows * vocabulary).map(|index| ((index * 7919 + index / 13) % 1013) as f32 / 90.0).collect::<Vec<_>>(),
+        );
+        let logits_rv = drawn.view([rows, vocabulary]);
+        // Coarse ones, of which many equal the k-th.
+        for logits_rv in [logits_rv.shallow_clone(), logits_rv.round(), logits_rv.to_kind(Kind::BFloat16).to_kind(Kind::Float)] {
+            for (top_k, top_p) in
+                [(0, 1.0), (0, 0.7), (0, 0.99), (1, 1.0), (20, 1.0), (20, 0.9), (900, 0.95), (990, 1.0), (5000, 1.0)]
+            {
+                let sampler = Sampler { temperature: 0.7, top_p, top_k, seed: 3 };
+                let places = places(12, 0..rows as usize);
+                let all = torch::to_ids(&sampler.scores(&logits_rv, &places).argmax(-1, false));
+                let chosen = sampler.choose(&logits_rv, &places);
+                assert_eq!(chosen, all, "top-k {top_k}, top-p {top_p}");
+            }
+        }
     }
 
     #[test]
@@ -290,8 +368,7 @@ mod tests {
         let row = [0.0_f32, 0.3, 0.0, 0.5, 0.2, 0.0];
         let draws = 20_000;
         let rows = Tensor::from_slice(&row).repeat([draws, 1]);
-        let places = |request, count| (10..10 + count).map(|position| TokenPlace { request, position }).collect::<Vec<_>>();
-        let drawn = sampler.draw_drafts(&rows, &places(4, draws as usize));
+        let drawn = sampler.draw_drafts(&rows, &places(4, 10..10 + draws as usize));
         let mut counts = [0_usize; 6];
         drawn.iter().for_each(|&token| counts[token as usize] += 1);
         for (count, probability) in counts.into_iter().zip(row) {
@@ -299,10 +376,10 @@ mod tests {
             assert!((share - expected).abs() <= 4.5 * (expected * (1.0 - expected) / draws as f64).sqrt(), "{share} {expected}");
         }
         for (index, token) in drawn[..64].iter().enumerate() {
-            let alone = sampler.draw_drafts(&rows.narrow(0, 0, 1), &places(4, 64)[index..=index]);
+            let alone = sampler.draw_drafts(&rows.narrow(0, 0, 1), &places(4, 10 + index..11 + index));
             assert_eq!(alone, [*token], "a draw follows its place, not its row");
         }
-        assert_ne!(drawn[..64], sampler.draw_drafts(&rows.narrow(0, 0, 64), &places(5, 64)));
+        assert_ne!(drawn[..64], sampler.draw_drafts(&rows.narrow(0, 0, 64), &places(5, 10..74)));
     }
 
     #[test]
@@ -313,8 +390,7 @@ mod tests {
         assert_eq!(sampler.chances(TokenPlace { request: 1, position: 7 }, 0), chances[2..3]);
         // A draw from 1000 equal tokens is the drafting noise to three digits.
         let even = Tensor::ones([2001, 1000], (Kind::Float, tch::Device::Cpu));
-        let places: Vec<TokenPlace> = (5..2006).map(|position| TokenPlace { request: 1, position }).collect();
-        let drawn = sampler.draw_drafts(&even, &places);
+        let drawn = sampler.draw_drafts(&even, &places(1, 5..2006));
         let drafting: Vec<f64> = drawn.into_iter().map(|token| (f64::from(token) + 0.5) / 1000.0).collect();
         let (accept, replace): (Vec<f64>, Vec<f64>) = chances.iter().map(|chance| (chance.accept, chance.replace)).unzip();
         for (one, other) in [(&drafting, &accept), (&drafting, &replace), (&accept, &replace)] {

@@ -38,7 +38,7 @@ struct Walker {
     anchor: usize,
 }
 
-/// Walks all `examples`. The first token of a response is its first anchor, so a response of one token has no round.
+/// Walks all `examples`, each of one response. The first token of a response is its first anchor, so a response of one token has no round.
 ///
 /// # Errors
 /// A drafter that cannot draft, and what `on_rounds` gives.
@@ -55,12 +55,12 @@ pub(crate) fn walk(
     let lanes = walk.lanes.clamp(1, examples.len().max(1));
     let longest = examples.iter().map(|example| example.ids.len()).max().unwrap_or(0);
     let mut cache = drafter.new_cache(lanes, longest, walk.blocks * drafter.block_size);
-    let mut waiting = (0..examples.len()).filter(|&index| examples[index].ids.len() > examples[index].prompt_length + 1);
+    let mut waiting = (0..examples.len()).filter(|&index| examples[index].ids.len() > examples[index].prompt_length() + 1);
     let mut walkers: Vec<Option<Walker>> = (0..lanes).map(|_| None).collect();
     let mut rounds = 0;
     while rounds < walk.most_rounds {
         for (lane, walker) in walkers.iter_mut().enumerate().filter(|(_, walker)| walker.is_none()) {
-            *walker = waiting.next().map(|example| Walker { example, anchor: examples[example].prompt_length });
+            *walker = waiting.next().map(|example| Walker { example, anchor: examples[example].prompt_length() });
             cache.set_length(lane, 0);
         }
         let mut running: Vec<(usize, &mut Option<Walker>)> = walkers.iter_mut().enumerate().collect();

@@ -7,6 +7,7 @@ use std::ops::ControlFlow;
 use configs::{Drafts, Labels};
 use evaluator::fan_out::{FanOut, Lookup};
 use evaluator::rounds::Round;
+use evaluator::sampling::TokenPlace;
 use evaluator::{DecodeError, Decoded, Drafter, Event, Sampler, Settings, asynchronous, autoregressive, lockstep};
 use model::Transformer;
 
@@ -104,9 +105,9 @@ fn check_rounds(drafter: &Drafter, prompt: &[u32], text: &Decoded, settings: &Se
 fn check_choices(target: &Transformer, index: usize, prompt: &[u32], text: &Decoded, settings: &Settings) {
     let ids = [prompt, &text.tokens].concat();
     let logits = fresh_causal(target, &ids[..ids.len() - 1]);
-    let positions: Vec<usize> = (0..text.tokens.len()).collect();
-    let logits = logits.narrow(0, prompt.len() as i64 - 1, positions.len() as i64);
-    assert_eq!(settings.sampler.choose(&logits, index as u64, &positions), text.tokens);
+    let places: Vec<TokenPlace> = (0..text.tokens.len()).map(|position| TokenPlace { request: index as u64, position }).collect();
+    let logits = logits.narrow(0, prompt.len() as i64 - 1, places.len() as i64);
+    assert_eq!(settings.sampler.choose(&logits, &places), text.tokens);
 }
 
 #[test]
