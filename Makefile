@@ -29,15 +29,20 @@ test: setup            ## formatting, lints and all tests
 	else echo "test: no clippy here, lints are not checked (rustup component add clippy)"; fi
 	cargo test --release --workspace
 
-# The bench profile would compile libtorch's bindings once more. The plain program that training is measured against needs a Python with
-# torch of its own, 5 GB on disk; PYTHON=… names one that is there.
+# The bench profile would compile libtorch's bindings once more. The plain programs that ours are measured against need a Python with torch,
+# transformers and datasets of its own, 5 GB on disk; PYTHON=… names one that is there.
 PYTHON ?= .bench/bin/python
-bench: setup           ## forwards, the pruner's search, and a training step against plain PyTorch
-	@[ "$(PYTHON)" != .bench/bin/python ] || [ -x .bench/bin/python ] || { rm -rf .bench.partial && python3 -m venv .bench.partial && \
-	.bench.partial/bin/pip install --quiet torch==2.11.0 numpy safetensors && mv .bench.partial .bench; }
-	cargo bench --profile release -p drafthorse-model --bench forward
-	cargo bench --profile release -p drafthorse-pruner --bench search
-	PYTHON="$(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))" cargo bench --profile release -p drafthorse-trainer --bench step
+PLAIN := torch==2.11.0 numpy safetensors transformers datasets tokenizers
+BENCH = PYTHON="$(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))" cargo bench --profile release
+bench: setup           ## each part beside plain PyTorch, transformers and datasets
+	@[ "$(PYTHON)" != .bench/bin/python ] || { [ -x .bench/bin/python ] && [ "$$(cat .bench/packages)" = "$(PLAIN)" ]; } || \
+	{ rm -rf .bench .bench.partial && python3 -m venv .bench.partial && .bench.partial/bin/pip install --quiet $(PLAIN) && \
+	echo "$(PLAIN)" > .bench.partial/packages && mv .bench.partial .bench; }
+	$(BENCH) -p drafthorse-model --bench forward
+	$(BENCH) -p drafthorse-pruner --bench search
+	$(BENCH) -p drafthorse-data --bench prepare
+	$(BENCH) -p drafthorse-evaluator --bench generate
+	$(BENCH) -p drafthorse-trainer --bench step
 
 soak: setup            ## fault campaigns, lossless decoding of 140 real prompts, every interleaving of the decoder's threads: hours
 	cargo test --release --manifest-path tests/loom/Cargo.toml --target-dir target/loom -- --nocapture
