@@ -156,7 +156,7 @@ impl Summary {
         self.response_tokens += row.response_ids.len();
         self.cut += usize::from(row.prompt_ids.len() + row.response_ids.len() > max_tokens);
         match Example::new(&row.prompt_ids, &row.response_ids, max_tokens) {
-            Some(example) => self.supervised += example.supervised().len(),
+            Some(example) => self.supervised += example.supervised(),
             None => self.dropped += 1,
         }
         self.thinking += usize::from(row.thinking);
@@ -226,7 +226,7 @@ fn in_words(row: &Response, known: &Known, coloured: bool) -> anyhow::Result<Str
     if example.is_none() {
         text += "fewer than two supervised tokens are left: not trained on\n";
     }
-    let supervised = example.as_ref().map_or(0, |example| example.supervised().len());
+    let supervised = example.as_ref().map_or(0, |example| example.supervised());
     let (kept, rest) = row.response_ids.split_at(supervised.min(row.response_ids.len()));
     let (prompt, marked, behind) = match &known.tokenizer {
         Some(tokenizer) => {

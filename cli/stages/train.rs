@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use configs::{Recipe, Schedule as RecipeSchedule, Truncated};
 use data::responses::{FinishReason, read_folder};
-use data::supervision::{Example, split_holdout};
+use data::supervision::{Example, join_turns, split_holdout};
 use model::Transformer;
 use model::checkpoint::{self, LATEST};
 use serde_json::{Map, json};
@@ -27,14 +27,23 @@ use crate::models;
 
 /// The responses of a run, as examples.
 pub(super) struct Responses {
+    /// Turns of a conversation that repeat what came before share one.
     pub(super) training: Vec<Example>,
     /// Of the training examples.
     pub(super) ids: Vec<String>,
+    /// One response each.
     pub(super) held_out: Vec<Example>,
     /// Responses that keep fewer than two supervised tokens within `data.max_tokens`.
     pub(super) dropped: usize,
     /// Responses that were cut off, where `data.truncated` drops them.
     pub(super) truncated: usize,
+}
+
+impl Responses {
+    /// Responses trained on, over all turns.
+    fn in_training(&self) -> usize {
+        self.training.iter().map(|example| example.responses.len()).sum()
+    }
 }
 
 /// Reads the responses in the order of their ids, so that the parts they came in do not matter, and splits off the hold-out.
@@ -53,23 +62,20 @@ pub(super) fn responses(context: &Context<'_>) -> anyhow::Result<Responses> {
             context.recipe.regenerate.max_new_tokens
         );
     }
-    let usable: Vec<(String, Example)> = rows
-        .into_iter()
-        .filter_map(|row| {
-            Example::new(&row.prompt_ids, &row.response_ids, context.recipe.data.max_tokens).map(|example| (row.id, example))
-        })
-        .collect();
-    let ids: Vec<&str> = usable.iter().map(|(id, _)| id.as_str()).collect();
-    let (training, held_out) = split_holdout(&ids, context.recipe.data.holdout, context.recipe.seed);
-    let names = training.iter().map(|&index| usable[index].0.clone()).collect();
-    let pick = |indices: Vec<usize>| indices.into_iter().map(|index| usable[index].1.clone()).collect();
-    Ok(Responses {
-        training: pick(training),
-        ids: names,
-        held_out: pick(held_out),
-        dropped: read - usable.len(),
-        truncated: all - read,
-    })
+    let max_tokens = context.recipe.data.max_tokens;
+    rows.retain(|row| Example::new(&row.prompt_ids, &row.response_ids, max_tokens).is_some());
+    let ids: Vec<&str> = rows.iter().map(|row| row.id.as_str()).collect();
+    let (in_training, held_out) = split_holdout(&ids, context.recipe.data.holdout, context.recipe.seed);
+    let turn = |index: &usize| (rows[*index].prompt_ids.as_slice(), rows[*index].response_ids.as_slice());
+    let (mut training, mut names) = (Vec::new(), Vec::new());
+    for conversation in in_training.chunk_by(|&one, &other| ids[one] == ids[other]) {
+        training.extend(join_turns(conversation.iter().map(turn), max_tokens));
+        names.resize(training.len(), ids[conversation[0]].to_string());
+    }
+    // Replays walk one response at a time.
+    let walked =
+        held_out.iter().map(turn).filter_map(|(prompt_ids, response_ids)| Example::new(prompt_ids, response_ids, max_tokens));
+    Ok(Responses { training, ids: names, held_out: walked.collect(), dropped: read - rows.len(), truncated: all - read })
 }
 
 /// The loop's plan for training by the recipe.
@@ -236,7 +242,7 @@ pub(super) fn run(context: &Context<'_>) -> anyhow::Result<Status> {
         let mut results = Map::new();
         results.insert("checkpoint".to_string(), json!(step_name(file.step)));
         results.insert("training_tokens".to_string(), json!(file.training_tokens));
-        results.insert("responses".to_string(), json!(responses.training.len()));
+        results.insert("responses".to_string(), json!(responses.in_training()));
         results.insert("held_out".to_string(), json!(responses.held_out.len()));
         results.insert("too_short".to_string(), json!(responses.dropped));
         results.insert("truncated".to_string(), json!(responses.truncated));
@@ -255,10 +261,15 @@ fn what_is_trained(context: &Context<'_>, responses: &Responses, start: &Transfo
         BatchSize::Tokens(count) => format!("{count} tokens"),
     };
     format!(
-        "{:>12} {} responses, {} held out, {} too short{}; {} layers in {}, {} steps of {size}{ranks} with {} blocks of {} in each response; \
+        "{:>12} {} responses{}, {} held out, {} too short{}; {} layers in {}, {} steps of {size}{ranks} with {} blocks of {} in each response; \
          up to {} rows in a forward, logits of {} rows at a time, {}",
         "train",
-        responses.training.len(),
+        responses.in_training(),
+        if responses.training.len() < responses.in_training() {
+            format!(" in {} rows of turns that go on from each other", responses.training.len())
+        } else {
+            String::new()
+        },
         responses.held_out.len(),
         responses.dropped,
         if responses.truncated > 0 { format!(", {} cut off", responses.truncated) } else { String::new() },

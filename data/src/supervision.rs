@@ -6,6 +6,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use sha2::{Digest, Sha256};
 use std::collections::HashSet;
+use std::ops::Range;
 
 /// Purposes keep the random streams of one seed apart: no two uses share a generator.
 pub mod purpose {
@@ -27,16 +28,22 @@ pub mod purpose {
     pub const RETRY_DELAY: u64 = 8;
 }
 
-/// One response as the drafter is trained on it.
+/// A conversation as the drafter is trained on it: a prompt and the target's response, or several turns of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Example {
-    /// Prompt and response ids, `[tokens]`.
+    /// Prompts and responses as they follow each other, `[tokens]`.
     pub ids: Vec<u32>,
-    /// How many of `ids` are the prompt's; the rest is supervised.
-    pub prompt_length: usize,
+    /// Where in `ids` the target's responses are, ascending and apart: these tokens are supervised. The last one ends the ids.
+    pub responses: Vec<Range<usize>>,
 }
 
 impl Example {
+    /// One response behind a prompt of this many ids.
+    pub fn after_prompt(ids: Vec<u32>, prompt_length: usize) -> Example {
+        let response = prompt_length..ids.len();
+        Example { ids, responses: vec![response] }
+    }
+
     /// Joins prompt and response and cuts them at `max_tokens`; `None` when fewer than two supervised tokens remain,
     /// which is too few for an anchor and a token after it.
     pub fn new(prompt_ids: &[u32], response_ids: &[u32], max_tokens: usize) -> Option<Example> {
@@ -45,18 +52,59 @@ impl Example {
             return None;
         }
         let ids = prompt_ids.iter().chain(response_ids).take(length).copied().collect();
-        Some(Example { ids, prompt_length: prompt_ids.len() })
+        Some(Example::after_prompt(ids, prompt_ids.len()))
     }
 
-    /// The positions whose tokens are supervised.
-    pub fn supervised(&self) -> std::ops::Range<usize> {
-        self.prompt_length..self.ids.len()
+    /// Adds a later turn of the same conversation, cut at `max_tokens`. False, with nothing changed, unless the turn's prompt begins with
+    /// exactly these ids: a template may leave earlier thinking out of what it shows the target later.
+    pub fn extend(&mut self, prompt_ids: &[u32], response_ids: &[u32], max_tokens: usize) -> bool {
+        if !prompt_ids.starts_with(&self.ids) {
+            return false;
+        }
+        let Some(turn) = Example::new(prompt_ids, response_ids, max_tokens) else { return false };
+        self.ids = turn.ids;
+        self.responses.extend(turn.responses);
+        true
     }
 
-    /// The positions that can be anchors: supervised, and so is the next one.
-    pub fn anchors(&self) -> std::ops::Range<usize> {
-        self.prompt_length..self.ids.len().saturating_sub(1).max(self.prompt_length)
+    /// Ids before the first response.
+    pub fn prompt_length(&self) -> usize {
+        self.responses.first().map_or(self.ids.len(), |first| first.start)
     }
+
+    /// How many tokens are supervised.
+    pub fn supervised(&self) -> usize {
+        self.responses.iter().map(Range::len).sum()
+    }
+
+    /// The positions that can be anchors, ascending: supervised, and so is the next one.
+    pub fn anchors(&self) -> impl Iterator<Item = usize> {
+        self.responses.iter().flat_map(|response| response.start..response.end.saturating_sub(1))
+    }
+
+    /// The end of the response that holds this position; the position itself where none does.
+    pub fn end_of_response(&self, position: usize) -> usize {
+        self.responses.iter().find(|response| response.contains(&position)).map_or(position, |response| response.end)
+    }
+
+    /// Numbers that are the same for equal examples alone, for hashing: the responses' places, then the ids, each with their count.
+    pub fn fingerprint(&self) -> impl Iterator<Item = u32> {
+        let places = self.responses.iter().flat_map(|response| [response.start as u32, response.end as u32]);
+        let counts = [self.responses.len() as u32, self.ids.len() as u32];
+        counts.into_iter().chain(places).chain(self.ids.iter().copied())
+    }
+}
+
+/// The turns of one conversation, each with its prompt and response, in as few examples as their ids allow. Turns that keep fewer than two
+/// supervised tokens within `max_tokens` are left out.
+pub fn join_turns<'t>(turns: impl IntoIterator<Item = (&'t [u32], &'t [u32])>, max_tokens: usize) -> Vec<Example> {
+    let mut examples = Vec::<Example>::new();
+    for (prompt_ids, response_ids) in turns {
+        if !examples.last_mut().is_some_and(|example| example.extend(prompt_ids, response_ids, max_tokens)) {
+            examples.extend(Example::new(prompt_ids, response_ids, max_tokens));
+        }
+    }
+    examples
 }
 
 /// A generator that is a function of four numbers: its 32-byte key is the numbers, little-endian.
@@ -158,12 +206,51 @@ mod tests {
     #[test]
     fn examples_are_cut_and_short_ones_refused() {
         let cut = Example::new(&[1, 2, 3], &[4, 5, 6, 7], 6).unwrap();
-        assert_eq!((cut.ids.as_slice(), cut.prompt_length), ([1, 2, 3, 4, 5, 6].as_slice(), 3));
-        assert_eq!((cut.supervised(), cut.anchors()), (3..6, 3..5));
+        assert_eq!((cut.ids.as_slice(), cut.prompt_length()), ([1, 2, 3, 4, 5, 6].as_slice(), 3));
+        assert_eq!((cut.supervised(), cut.anchors().collect::<Vec<_>>()), (3, vec![3, 4]));
         assert!(Example::new(&[1, 2, 3], &[4, 5, 6, 7], 5).is_some());
         assert!(Example::new(&[1, 2, 3], &[4, 5, 6, 7], 4).is_none());
         assert!(Example::new(&[1, 2, 3], &[4], 100).is_none());
         assert!(Example::new(&[1, 2, 3], &[4, 5], 2).is_none());
+    }
+
+    /// Turns of a conversation whose template repeats what came before, then one that does not.
+    fn turns() -> [(&'static [u32], &'static [u32]); 4] {
+        [
+            (&[1, 2], &[50, 51, 9]),
+            (&[1, 2, 50, 51, 9, 3, 4], &[60, 61, 62, 9]),
+            (&[1, 2, 50, 51, 9, 3, 4, 60, 61, 62, 9, 5], &[70, 9]),
+            (&[1, 2, 51, 9, 3, 4, 5, 6], &[80, 81, 9]),
+        ]
+    }
+
+    #[test]
+    fn turns_that_repeat_what_came_before_share_one_example() {
+        let joined = join_turns(turns(), usize::MAX);
+        assert_eq!(joined.len(), 2);
+        assert_eq!(joined[0].ids, [1, 2, 50, 51, 9, 3, 4, 60, 61, 62, 9, 5, 70, 9]);
+        assert_eq!(joined[0].responses, [2..5, 7..11, 12..14]);
+        assert_eq!(joined[0].anchors().collect::<Vec<_>>(), [2, 3, 7, 8, 9, 12]);
+        assert_eq!((joined[0].end_of_response(3), joined[0].end_of_response(7), joined[0].end_of_response(5)), (5, 11, 5));
+        assert_eq!((joined[1].prompt_length(), joined[1].supervised()), (8, 3));
+    }
+
+    #[test]
+    fn joined_turns_supervise_what_the_turns_alone_do() {
+        for max_tokens in 0..20 {
+            // (ids before, supervised id) of every supervised position.
+            let supervised = |examples: &[Example]| {
+                let all = examples.iter().flat_map(|example| {
+                    example.responses.iter().cloned().flatten().map(|position| example.ids[..=position].to_vec())
+                });
+                all.collect::<Vec<_>>()
+            };
+            let joined = join_turns(turns(), max_tokens);
+            let alone: Vec<Example> =
+                turns().iter().filter_map(|(prompt, response)| Example::new(prompt, response, max_tokens)).collect();
+            assert_eq!(supervised(&joined), supervised(&alone), "{max_tokens}");
+            assert!(joined.iter().all(|example| example.responses.last().is_some_and(|last| last.end == example.ids.len())));
+        }
     }
 
     #[test]
@@ -173,7 +260,7 @@ mod tests {
             let anchors = draw_anchors(&example, 16, 1, 0, response);
             assert_eq!(anchors.len(), 16);
             assert!(anchors.windows(2).all(|pair| pair[0] < pair[1]));
-            assert!(anchors.iter().all(|anchor| example.anchors().contains(anchor)));
+            assert!(anchors.iter().all(|anchor| example.anchors().any(|possible| possible == *anchor)));
         }
         assert_eq!(draw_anchors(&example, 100, 1, 0, 0), (5..44).collect::<Vec<_>>());
         assert!(draw_anchors(&example, 0, 1, 0, 0).is_empty());

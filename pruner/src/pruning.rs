@@ -164,16 +164,12 @@ pub fn check(remove: usize, min_layers: usize, depth: usize) -> Result<(), Prune
 
 /// What this pruning's ledger belongs to.
 fn begun(context: &Context<'_>, settings: &Settings) -> Begun {
-    // Ids are separated by their number, so that no two sets of responses read alike.
-    let tokens = |example: &Example| {
-        let numbers = [example.prompt_length as u32, example.ids.len() as u32].into_iter().chain(example.ids.iter().copied());
-        numbers.flat_map(u32::to_le_bytes).collect::<Vec<u8>>()
-    };
+    let bytes = |example: &Example| example.fingerprint().flat_map(u32::to_le_bytes).collect::<Vec<u8>>();
     Begun {
         parent: context.parent.to_string(),
         layers: context.teacher.layers.len(),
         weights: fingerprint(context.teacher),
-        held_out: data::files::sha256_hex(context.held_out.iter().flat_map(tokens).collect::<Vec<u8>>()),
+        held_out: data::files::sha256_hex(context.held_out.iter().flat_map(bytes).collect::<Vec<u8>>()),
         anchors: settings.anchors,
         seed: settings.recovery.packing.seed,
         criterion: settings.criterion,

@@ -129,7 +129,7 @@ fn write_case(folder: &Path, config: &Value, responses: usize, length: usize) ->
         .map(|row| {
             let ids: Vec<u32> =
                 (0..length as u64).map(|at| ((at * 7919 + row * 104_729 + at * at * 31) % 49_000) as u32).collect();
-            let example = Example { ids, prompt_length: 64 };
+            let example = Example::after_prompt(ids, 64);
             json!({"ids": example.ids, "prompt_length": 64, "anchors": draw_anchors(&example, ANCHORS, 1, 0, row)})
         })
         .collect();
@@ -154,7 +154,7 @@ fn ours(folder: &Path, recompute: &str, threads: &str) -> Outcome<()> {
         .flatten()
         .map(|response| {
             let ids = list(&response["ids"]).into_iter().map(|id| id as u32).collect();
-            (Example { ids, prompt_length: response["prompt_length"].as_u64().unwrap_or(0) as usize }, list(&response["anchors"]))
+            (Example::after_prompt(ids, response["prompt_length"].as_u64().unwrap_or(0) as usize), list(&response["anchors"]))
         })
         .collect();
     let mut weights = load_safetensors(&folder.join("model.safetensors"))?;

@@ -63,7 +63,7 @@ impl Denominators {
             self.diffusion += shape.labels(example, anchor).map(|label| weight(label.draft, gamma)).sum::<f64>();
         }
         self.blocks += anchors.len();
-        self.clean += predicting(example).len();
+        self.clean += predicting(example).count();
     }
 }
 
@@ -81,9 +81,8 @@ fn weight(draft: usize, gamma: f64) -> f64 {
 }
 
 /// The clean positions whose next token is supervised.
-fn predicting(example: &Example) -> std::ops::Range<usize> {
-    let first = example.prompt_length.max(1) - 1;
-    first..example.ids.len().saturating_sub(1).max(first)
+fn predicting(example: &Example) -> impl Iterator<Item = usize> {
+    example.responses.iter().flat_map(|response| response.start.max(1) - 1..response.end.saturating_sub(1))
 }
 
 impl BlockShape {
@@ -92,16 +91,16 @@ impl BlockShape {
         self.block_size - self.first_slot_and_shift().0
     }
 
-    /// The labelled slots of the block at `anchor`; those beyond the response's end have no label.
+    /// The labelled slots of the block at `anchor`; those beyond the end of its response have no label.
     fn labels(self, example: &Example, anchor: usize) -> impl Iterator<Item = SlotLabel> {
         let (first_slot, shift) = self.first_slot_and_shift();
-        let length = example.ids.len();
+        let end = example.end_of_response(anchor);
         let all = (first_slot..self.block_size).map(move |slot| SlotLabel {
             slot,
             draft: slot - first_slot,
             position: anchor + slot + shift,
         });
-        all.take_while(move |label| label.position < length)
+        all.take_while(move |label| label.position < end)
     }
 
     /// Who sees whom in a block.
@@ -178,7 +177,7 @@ mod tests {
     const EXAMPLE: [u32; 6] = [10, 11, 12, 13, 14, 15];
 
     fn pack(labels: Labels, anchors: &[usize]) -> Batch {
-        let example = Example { ids: EXAMPLE.to_vec(), prompt_length: 2 };
+        let example = Example::after_prompt(EXAMPLE.to_vec(), 2);
         Batch::pack(
             &[(&example, anchors.to_vec())],
             BlockShape { block_size: 3, mask_token: 99, labels, anchor_sees_block: true },
@@ -216,8 +215,24 @@ mod tests {
     }
 
     #[test]
+    fn of_several_turns_each_response_is_predicted_and_no_prompt_between() {
+        let example = Example { ids: EXAMPLE.to_vec(), responses: vec![1..3, 4..6] };
+        for (labels, slots) in [(Labels::Next, [(6, 12), (9, 15)]), (Labels::InPlace, [(7, 12), (10, 15)])] {
+            let shape = BlockShape { block_size: 3, mask_token: 99, labels, anchor_sees_block: true };
+            let batch = Batch::pack(&[(&example, vec![1, 4])], shape, 2.0);
+            // The first block ends with its response, though the ids go on.
+            assert_eq!(batch.diffusion.iter().map(|row| (row.row, row.label)).collect::<Vec<_>>(), slots);
+            let clean: Vec<_> = batch.autoregressive.iter().map(|row| (row.row, row.label)).collect();
+            assert_eq!(clean, [(0, 11), (1, 12), (3, 14), (4, 15)]);
+            let mut denominators = Denominators::default();
+            denominators.add(&example, &[1, 4], shape, 2.0);
+            assert_eq!(denominators, Denominators { diffusion: 2.0, blocks: 2, clean: 4 });
+        }
+    }
+
+    #[test]
     fn rows_of_several_responses_follow_each_other() {
-        let example = Example { ids: EXAMPLE.to_vec(), prompt_length: 2 };
+        let example = Example::after_prompt(EXAMPLE.to_vec(), 2);
         let shape = BlockShape { block_size: 3, mask_token: 99, labels: Labels::Next, anchor_sees_block: true };
         let batch = Batch::pack(&[(&example, vec![2]), (&example, vec![])], shape, 2.0);
         assert_eq!(batch.sequences[1].first_row, 9);

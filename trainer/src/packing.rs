@@ -134,7 +134,7 @@ mod tests {
     use configs::Labels;
 
     fn examples(lengths: &[usize]) -> Vec<Example> {
-        lengths.iter().map(|&length| Example { ids: (0..length as u32).collect(), prompt_length: 2 }).collect()
+        lengths.iter().map(|&length| Example::after_prompt((0..length as u32).collect(), 2)).collect()
     }
 
     fn packing(size: BatchSize) -> Packing {

@@ -401,8 +401,7 @@ fn check_alike(
         text.extend(torch::to_f32s(&sample).iter().flat_map(|value| value.to_le_bytes()));
     }
     for example in sets.into_iter().flatten() {
-        text.extend(example.prompt_length.to_le_bytes());
-        text.extend(example.ids.iter().flat_map(|id| id.to_le_bytes()));
+        text.extend(example.fingerprint().flat_map(u32::to_le_bytes));
     }
     text.extend(sets[0].len().to_le_bytes());
     match first_unlike(group, sha256_hex(text).as_bytes())? {

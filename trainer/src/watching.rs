@@ -157,7 +157,7 @@ mod tests {
             "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 10, "tie_word_embeddings": true,
         }))
         .unwrap();
-        let example = Example { ids: vec![1, 2, 3, 4], prompt_length: 1 };
+        let example = Example::after_prompt(vec![1, 2, 3, 4], 1);
         let shape = BlockShape { block_size: 2, mask_token: 9, labels: Labels::Next, anchor_sees_block: true };
         let batch = Batch::pack(&[(&example, vec![1])], shape, 4.0);
         // A layer has 4·4 + 2·(2·4) + 4·4 + 3·(6·4) = 120 weights in products; 4 clean rows and 2 of the block; 3 clean labels and 2 slots'.

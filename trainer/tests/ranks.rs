@@ -28,7 +28,7 @@ const BAD: u32 = 33;
 fn examples() -> Vec<Example> {
     let ids =
         |row: u32| (0..14).map(|position| if row < 2 && position == 5 { BAD } else { (position * 7 + row * 5) % 30 }).collect();
-    (0..12).map(|row| Example { ids: ids(row), prompt_length: 3 }).collect()
+    (0..12).map(|row| Example::after_prompt(ids(row), 3)).collect()
 }
 
 /// Trains as one rank, and says on stdout which steps were left out and whether every weight is a number.

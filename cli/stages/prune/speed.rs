@@ -75,7 +75,7 @@ fn measure(
 
 /// Tokens that a text holds halfway through the response of middle length.
 fn middle(responses: &[Example]) -> usize {
-    let halfway = |response: &Example| (response.prompt_length + response.ids.len()) / 2;
+    let halfway = |response: &Example| (response.prompt_length() + response.ids.len()) / 2;
     let mut lengths: Vec<usize> = responses.iter().map(halfway).collect();
     lengths.sort_unstable();
     lengths.get(lengths.len() / 2).copied().unwrap_or(0)

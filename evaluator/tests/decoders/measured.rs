@@ -80,8 +80,8 @@ fn a_token_counts_where_all_drafts_before_it_are_right() {
 fn responses_without_a_round_calibrate_nothing() {
     let drafter = noisy_drafter(&random_model(10, 2, 1), 0.1, 4, LABELS[0], 2);
     assert_eq!(calibrate(&drafter, &[], 9).unwrap(), None);
-    assert_eq!(calibrate(&drafter, &[Example { ids: vec![1, 2], prompt_length: 1 }], 9).unwrap(), None);
-    let error = calibrate(&drafter, &[Example { ids: vec![1, 99, 2], prompt_length: 1 }], 9).unwrap_err();
+    assert_eq!(calibrate(&drafter, &[Example::after_prompt(vec![1, 2], 1)], 9).unwrap(), None);
+    let error = calibrate(&drafter, &[Example::after_prompt(vec![1, 99, 2], 1)], 9).unwrap_err();
     assert!(error.to_string().contains("calibrating the drafter"), "{error}");
 }
 

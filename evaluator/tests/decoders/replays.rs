@@ -47,7 +47,7 @@ fn replay_equals_decoding() {
 /// Responses as replay takes them.
 pub(crate) fn examples(prompts: &[Vec<u32>], texts: &[Decoded]) -> Vec<Example> {
     let example =
-        |(prompt, text): (&Vec<u32>, &Decoded)| Example { ids: [prompt, &text.tokens[..]].concat(), prompt_length: prompt.len() };
+        |(prompt, text): (&Vec<u32>, &Decoded)| Example::after_prompt([prompt, &text.tokens[..]].concat(), prompt.len());
     prompts.iter().zip(texts).map(example).collect()
 }
 
@@ -151,7 +151,7 @@ fn with_labels_in_place_a_continuation_at_full_acceptance_is_checked_by_its_own_
 fn no_more_rounds_are_walked_than_asked_for() {
     let target = random_model(10, 2, 3);
     let drafter = noisy_drafter(&target, 0.1, 4, LABELS[1], 5);
-    let long = Example { ids: (0..200).map(|index| index % 7).collect(), prompt_length: 3 };
+    let long = Example::after_prompt((0..200).map(|index| index % 7).collect(), 3);
     let rates = hit_rates(&drafter, &[long.clone(), long], &[FanOut::BestFirst { blocks: 3 }], 20).unwrap();
     assert_eq!(rates[0].rounds, 20);
     assert_eq!(hit_rates(&drafter, &[], &[FanOut::BestFirst { blocks: 3 }], 20).unwrap()[0].share(), 0.0);
@@ -162,12 +162,5 @@ fn nothing_to_replay_gives_nothing() {
     let drafter = noisy_drafter(&random_model(10, 2, 1), 0.1, 4, LABELS[0], 2);
     let replayed = replay(&drafter, &[], 8).unwrap();
     assert_eq!((replayed.rounds, replayed.tau_pooled), (0, 0.0));
-    assert!(
-        replay(
-            &drafter,
-            &[Example { ids: vec![1, 2, 99], prompt_length: 1 }, Example { ids: vec![1, 99, 2], prompt_length: 1 }],
-            8
-        )
-        .is_err()
-    );
+    assert!(replay(&drafter, &[Example::after_prompt(vec![1, 2, 99], 1), Example::after_prompt(vec![1, 99, 2], 1)], 8).is_err());
 }

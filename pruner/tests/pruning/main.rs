@@ -38,7 +38,7 @@ fn shape(labels: Labels) -> BlockShape {
 /// Sequences with a rule that a tiny drafter can learn: each token is the one before it plus the sequence's step.
 fn examples(count: u32) -> Vec<Example> {
     let sequence = |row: u32| (0..20).map(|position| (row * 3 + position * (1 + row % 3)) % 22).collect();
-    (0..count).map(|row| Example { ids: sequence(row), prompt_length: 4 }).collect()
+    (0..count).map(|row| Example::after_prompt(sequence(row), 4)).collect()
 }
 
 fn ids(count: u32) -> Vec<String> {
@@ -336,7 +336,7 @@ fn the_other_criteria_equal_plain_forwards() {
         let (mut sum, mut count) = (0.0, 0);
         for example in &held_out {
             let logits = model.logits(&hidden(model, example, model.layers.len())).log_softmax(-1, Kind::Double);
-            for position in example.prompt_length..example.ids.len() {
+            for position in example.prompt_length()..example.ids.len() {
                 sum -= logits.double_value(&[position as i64 - 1, i64::from(example.ids[position])]);
                 count += 1;
             }
