@@ -49,4 +49,5 @@ soak: setup            ## fault campaigns, lossless decoding of 140 real prompts
 	cargo test --release --workspace --test end_to_end -- --ignored --nocapture --test-threads 1
 	cargo test --release --workspace --test decoders -- --ignored --nocapture
 	cargo test --release --workspace --test real_prompts -- --ignored --nocapture --test-threads 1
+	cargo test --release --workspace --test generate -- --ignored --nocapture
 	cargo test --release --workspace --test scale -- --ignored --nocapture

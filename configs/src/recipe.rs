@@ -110,8 +110,8 @@ pub struct Regenerate {
     /// 0 leaves the vocabulary whole.
     pub top_k: usize,
     pub max_new_tokens: usize,
-    /// Responses that the built-in engine writes at once.
-    pub batch_rows: usize,
+    /// Responses that the built-in engine writes at once; when absent, as many as there is room for, within reason.
+    pub batch_rows: Option<usize>,
 }
 
 /// Who writes the responses.

@@ -119,7 +119,7 @@ fn defaults_complete_a_minimal_recipe() {
             top_p: 1.0,
             top_k: 0,
             max_new_tokens: 2048,
-            batch_rows: 32,
+            batch_rows: None,
         },
         train: Train {
             anchors: 128,
@@ -408,6 +408,7 @@ fn resolved_recipe_loads_back_equal() {
         let is_absent = [
             "extends",
             "regenerate.server_model",
+            "regenerate.batch_rows",
             "drafter.layers",
             "drafter.keep_layers",
             "data.limit",

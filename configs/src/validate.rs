@@ -188,7 +188,7 @@ fn regenerate(fields: &typed::Regenerate) -> Result<Regenerate, RecipeError> {
         top_p: share(&fields.top_p, 1.0)?,
         top_k: any(&fields.top_k, 0),
         max_new_tokens: count(&fields.max_new_tokens, 2048)?,
-        batch_rows: count(&fields.batch_rows, 32)?,
+        batch_rows: optional_count(&fields.batch_rows)?,
     })
 }
 

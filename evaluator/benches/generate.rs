@@ -1,8 +1,8 @@
 //! The built-in engine against `transformers` (`tests/bench/plain_generate.py`): `make bench`.
 //!
 //! SmolLM2 answers 256 real prompts greedily with up to 160 tokens each; both programs have the same weights, dtype and threads, each in a
-//! process of its own, and loading is not counted. The peer works in batches of 32 padded on the left, as its documentation shows; ours with
-//! the lanes that a recipe has by default. Needs a Python with torch and transformers, named by PYTHON, and the prompts in
+//! process of its own, and loading is not counted. The peer works in batches of 32 padded on the left, as its documentation shows; ours with as
+//! many lanes as a recipe gives it by default. Needs a Python with torch and transformers, named by PYTHON, and the prompts in
 //! `../shared/prompts`; without these it says so and ends well.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -20,7 +20,7 @@ use data::preparation::{Preparation, prepare};
 use data::requests::read_chunk;
 use data::tokenizer::{SpecialTokens, Tokenizer};
 use evaluator::Sampler;
-use evaluator::generate::{GenerateSettings, generate};
+use evaluator::generate::{GenerateSettings, generate, lanes_with_room};
 use model::checkpoint::{self, DrafterFile, TextFiles};
 use model::weights;
 use serde_json::{Value, json};
@@ -30,7 +30,7 @@ type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
 const PROMPTS: usize = 256;
 const NEW_TOKENS: usize = 160;
-/// Of a batch there, and lanes here, which is the default of `regenerate.batch_rows`.
+/// Of a batch there.
 const ROWS: usize = 32;
 
 fn main() -> Outcome<()> {
@@ -153,12 +153,13 @@ fn ours(folder: &Path, dtype: &str, threads: usize) -> Outcome<()> {
     let target = weights::load(&folder.join("model"), kind, Device::Cpu)?;
     let case: Value = serde_json::from_str(&fs::read_to_string(folder.join("model/prompts.json"))?)?;
     let prompts: Vec<Vec<u32>> = serde_json::from_value(case["prompts"].clone())?;
+    let longest_prompt = prompts.iter().map(Vec::len).max().unwrap_or_default();
     let settings = GenerateSettings {
         sampler: Sampler::greedy(),
         stop_tokens: target.config.eos_token_id.clone(),
         max_new_tokens: NEW_TOKENS,
-        longest_prompt: prompts.iter().map(Vec::len).max().unwrap_or_default(),
-        lanes: ROWS,
+        longest_prompt,
+        lanes: lanes_with_room(&target, longest_prompt + NEW_TOKENS, 1),
     };
     let question = |(key, prompt_ids)| Question { key, messages: Vec::new(), tools: None, prompt_ids, counter: key };
     let mut asked = Prompts { answers: vec![Vec::new(); prompts.len()], waiting: (0..).zip(prompts).map(question).collect() };

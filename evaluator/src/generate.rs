@@ -36,6 +36,20 @@ pub struct GenerateSettings {
     pub lanes: usize,
 }
 
+/// More lanes than these make a step no more efficient: reading the weights is then a small part of it.
+const MOST_LANES: u128 = 128;
+
+/// Bytes for keys and values where the device does not tell how many are free.
+const ROOM_UNKNOWN: u64 = 16_000_000_000;
+
+/// As many lanes of `slots` tokens as pay off and take no more than half of what is free on the target's device, which so many processes
+/// share if it is a CPU; 1 at least.
+pub fn lanes_with_room(target: &Transformer, slots: usize, processes: usize) -> usize {
+    let room = torch::memory::free_bytes(target.device()).map_or(ROOM_UNKNOWN, |free| free / 2 / processes.max(1) as u64);
+    let one = KvCache::bytes(&target.config, 1, slots, target.kind()).max(1);
+    (u128::from(room) / one).clamp(1, MOST_LANES) as usize
+}
+
 /// Questions in the pool when it has just been filled, for every lane.
 const QUESTIONS_PER_LANE: usize = 16;
 

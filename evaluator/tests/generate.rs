@@ -4,17 +4,21 @@
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::ControlFlow;
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use configs::Drafts;
+use data::chat::ChatTemplate;
 use data::engine::{Answer, Conversations, Question};
+use data::gguf::GgufFile;
 use data::responses::FinishReason;
+use data::tokenizer::Tokenizer;
 use evaluator::fan_out::FanOut;
-use evaluator::generate::{GenerateSettings, generate};
+use evaluator::generate::{GenerateSettings, generate, lanes_with_room};
 use evaluator::{DecodeError, Event, Sampler, Settings, autoregressive};
-use model::{ModelConfig, Transformer};
+use model::{ModelConfig, Transformer, weights};
 use serde_json::json;
-use tch::Kind;
+use tch::{Device, Kind};
 
 const VOCABULARY: u32 = 24;
 
@@ -262,4 +266,48 @@ fn a_failure_of_libtorch_is_an_error_not_a_panic() {
     let mut asked = Asked::new(&prompts(2));
     let error = generate(&target, &mut asked, &settings(Sampler::greedy(), &[], 3, 2), &AtomicBool::new(false));
     assert!(matches!(error.unwrap_err(), DecodeError::Torch(_)));
+}
+
+/// So many of `../shared/prompts`, answered by SmolLM2 in f32 with the lanes that a recipe has by default, and one after the other.
+fn real_prompts_are_answered_as_one_by_one(count: usize, max_new_tokens: usize) {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let model = root.join(".models/SmolLM2-135M-Instruct.Q4_1.gguf");
+    let rows = root.join("../shared/prompts/gsm8k-train-3000.jsonl");
+    if !rows.exists() || !model.exists() {
+        eprintln!("skipped: needs {} and {}", rows.display(), model.display());
+        return;
+    }
+    let gguf = GgufFile::open(&model).unwrap();
+    let (tokenizer, template) = (Tokenizer::from_gguf(&gguf).unwrap(), ChatTemplate::from_gguf(&gguf).unwrap());
+    let conversations = data::benchmarks::read(&rows, None, None).unwrap().conversations;
+    let prompts: Vec<Prompt> = (0..)
+        .zip(&conversations[..count])
+        .map(|(request, conversation)| {
+            let text = template.render(&conversation.request.messages, true, None).unwrap();
+            Prompt { request, ids: tokenizer.encode(&text, false).unwrap() }
+        })
+        .collect();
+    torch::set_num_threads(torch::available_cores());
+    let target = weights::load(&model, Kind::Float, Device::Cpu).unwrap();
+    let lanes = lanes_with_room(&target, 2500 + max_new_tokens, 1);
+    let settings = settings(Sampler::greedy(), &target.config.eos_token_id, max_new_tokens, lanes);
+    let batched = in_order(generated(&target, &prompts, &settings));
+    let alone = one_by_one(&target, &prompts, &settings);
+    assert_eq!(batched.len(), count);
+    for (batched, alone) in batched.iter().zip(&alone) {
+        assert_eq!(batched, alone, "prompt {} of {count}, {lanes} lanes", alone.index);
+    }
+    let tokens: usize = alone.iter().map(|response| response.ids.len()).sum();
+    println!("{count} prompts, {lanes} lanes: all {tokens} tokens are those of one-by-one decoding");
+}
+
+#[test]
+fn real_prompts_are_answered_as_one_by_one_by_the_sample_model() {
+    real_prompts_are_answered_as_one_by_one(6, 32);
+}
+
+#[test]
+#[ignore = "takes half an hour: make soak"]
+fn soak_256_real_prompts_are_answered_as_one_by_one() {
+    real_prompts_are_answered_as_one_by_one(256, 160);
 }

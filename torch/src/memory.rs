@@ -45,6 +45,12 @@ pub fn check_room(bytes: u128, device: Device) -> Result<(), u64> {
     }
 }
 
+/// What a process may still take on a device; `None` where that cannot be known, as on CUDA, whose allocator refuses by itself.
+pub fn free_bytes(device: Device) -> Option<u64> {
+    crate::release_freed_memory();
+    if device == Device::Cpu { free_memory_bytes() } else { None }
+}
+
 /// What a process may still take without others being pushed out: of the machine, and of its container where that has a limit.
 fn free_memory_bytes() -> Option<u64> {
     let read = |path: &str| std::fs::read_to_string(path).ok();

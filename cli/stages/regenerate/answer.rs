@@ -9,9 +9,9 @@ use data::conversations::{self, Asking, Common, Done};
 use data::engine::Conversations;
 use data::preparation::Prepared;
 use data::requests::count_rows;
-use evaluator::generate::{GenerateSettings, generate};
+use evaluator::generate::{GenerateSettings, generate, lanes_with_room};
 use evaluator::sampling::Sampler;
-use model::Transformer;
+use model::{KvCache, Transformer};
 
 use super::{WORK, provenance, servers, write_parts};
 use crate::models::{self, Text};
@@ -134,6 +134,14 @@ fn built_in(
     conversations: &mut dyn Conversations,
 ) -> anyhow::Result<()> {
     let sampling = &context.recipe.regenerate;
+    let slots = prepared.longest_prompt.saturating_add(sampling.max_new_tokens);
+    let lanes =
+        sampling.batch_rows.unwrap_or_else(|| lanes_with_room(target, slots, context.group.world())).min(prepared.rows_used);
+    let gigabytes = KvCache::bytes(&target.config, lanes, slots, target.kind()) as f64 / 1e9;
+    context.progress.note(&format!(
+        "{:>12} up to {lanes} answers at once, each with room for {slots} tokens: {gigabytes:.2} GB of keys and values",
+        "regenerate"
+    ));
     let settings = GenerateSettings {
         sampler: Sampler {
             temperature: sampling.temperature,
@@ -144,7 +152,7 @@ fn built_in(
         stop_tokens: target.config.eos_token_id.clone(),
         max_new_tokens: sampling.max_new_tokens,
         longest_prompt: prepared.longest_prompt,
-        lanes: sampling.batch_rows.min(prepared.rows_used),
+        lanes,
     };
     Ok(generate(target, conversations, &settings, context.stop)?)
 }
