@@ -319,6 +319,36 @@ mod tests {
     }
 
     #[test]
+    fn a_tied_model_that_stores_its_head_too_loads_and_stays_tied() {
+        for name in ["qwen2_tied", "qwen3_tied"] {
+            let folder = copy_of(name);
+            let weights = folder.path().join("model.safetensors");
+            let mut tensors = crate::tensor_file::load_safetensors(&weights).unwrap();
+            tensors.insert("lm_head.weight".to_string(), tensors["model.embed_tokens.weight"].copy());
+            let named: Vec<(String, &Tensor)> = tensors.iter().map(|(name, tensor)| (name.clone(), tensor)).collect();
+            crate::tensor_file::save_safetensors(&weights, &named).unwrap();
+            let model = load(folder.path(), Kind::Float, Device::Cpu).unwrap();
+            assert!(model.lm_head.is_none() && model.head().equal(&model.embed_tokens), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_bias_that_is_missing_or_too_many_is_told() {
+        let folder = copy_of("qwen2_tied");
+        let path = folder.path().join("config.json");
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, text.replace("qwen2", "llama").replace("Qwen2", "Llama")).unwrap();
+        let message = load(folder.path(), Kind::Float, Device::Cpu).map(|_| ()).unwrap_err().to_string();
+        assert!(message.contains("`model.layers.0.self_attn.k_proj.bias`") && message.contains("does not describe"), "{message}");
+        let folder = copy_of("llama_tied");
+        let path = folder.path().join("config.json");
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, text.replace("llama", "qwen2").replace("Llama", "Qwen2")).unwrap();
+        let message = load(folder.path(), Kind::Float, Device::Cpu).map(|_| ()).unwrap_err().to_string();
+        assert!(message.contains("has no tensor `model.layers.0.self_attn.q_proj.bias`"), "{message}");
+    }
+
+    #[test]
     fn stop_tokens_come_from_the_generation_config() {
         let folder = copy_of("llama_tied");
         std::fs::write(folder.path().join("generation_config.json"), r#"{"eos_token_id": [5, 6]}"#).unwrap();
