@@ -168,7 +168,8 @@ impl Fields<'_> {
             RopeScaling::Linear { factor } => positive("factor", *factor),
             RopeScaling::Llama3(llama3) => {
                 positive("factor", llama3.factor)?;
-                if !(llama3.high_freq_factor - llama3.low_freq_factor > 0.0) {
+                // JSON has no NaN.
+                if llama3.high_freq_factor <= llama3.low_freq_factor {
                     return Err(ConfigError::Impossible {
                         key: format!("{}.high_freq_factor", self.key),
                         found: llama3.high_freq_factor.to_string(),

@@ -100,7 +100,7 @@ pub fn forward_backward(
             let first = Run::of(&hidden_td, |input_td| layer.attend(config, index, input_td, &rope, &mut attention));
             let second = Run::of(&first.output_td, |middle_td| layer.feed_forward(config, middle_td));
             hidden_td = second.output_td.detach();
-            kept.push(Kept::Runs { layer, first, second });
+            kept.push(Kept::Runs { layer: Box::new(layer), first, second });
         }
     }
 
@@ -171,7 +171,7 @@ pub fn forward_backward(
 /// What the forward leaves of a layer for the backward.
 enum Kept {
     Inputs { input_td: Tensor, middle_td: Tensor },
-    Runs { layer: Layer, first: Run, second: Run },
+    Runs { layer: Box<Layer>, first: Run, second: Run },
 }
 
 /// A graph of its own, from a leaf to its output.
