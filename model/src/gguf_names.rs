@@ -168,7 +168,8 @@ fn llama3_scaling(file: &GgufFile, rope_theta: f64, head_dim: u64) -> Result<Opt
     Ok(Some(scaling))
 }
 
-/// The scaling that the metadata states: linear, or YaRN as llama.cpp computes it, whose score factor is `transformers`' own.
+/// The scaling that the metadata states: linear, or YaRN as llama.cpp computes it (`rope_yarn` in ggml), whose ramp and attention factor
+/// are those that `transformers` takes where nothing else is said.
 fn stated_scaling(file: &GgufFile, architecture: &str, context_length: u64) -> Result<Option<RopeScaling>, WeightsError> {
     let prefix = format!("{architecture}.rope.scaling.");
     let key = |name: &str| format!("{prefix}{name}");

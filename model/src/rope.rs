@@ -376,8 +376,8 @@ mod tests {
             let ours = inverse_frequencies(&config);
             assert_eq!(ours.len(), theirs.len(), "{}", case["name"]);
             for (pair, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
-                // One unit in the last place: processors differ in how they raise to a power.
-                let close = (ours - theirs).abs() <= 1.2e-7 * theirs;
+                // Two units in the last place: processors differ in how they raise to a power.
+                let close = (ours - theirs).abs() <= 2.4e-7 * theirs;
                 assert!(close, "{}, pair {pair}: {ours} against {theirs}", case["name"]);
             }
         }
