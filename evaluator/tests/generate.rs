@@ -262,7 +262,8 @@ fn prompts_that_cannot_be_read_are_refused_and_the_others_answered() {
 #[test]
 fn a_failure_of_libtorch_is_an_error_not_a_panic() {
     let mut target = random_model("llama", 1);
-    target.layers[1].o_proj = target.layers[1].o_proj.narrow(1, 0, 15);
+    let o_proj = &mut target.layers[1].o_proj;
+    o_proj.weight = o_proj.weight.narrow(1, 0, 15);
     let mut asked = Asked::new(&prompts(2));
     let error = generate(&target, &mut asked, &settings(Sampler::greedy(), &[], 3, 2), &AtomicBool::new(false));
     assert!(matches!(error.unwrap_err(), DecodeError::Torch(_)));

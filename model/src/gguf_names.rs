@@ -3,17 +3,17 @@
 use data::gguf::{GgufError, GgufFile};
 use serde_json::{Value, json};
 
-use crate::config::RopeScaling;
 use crate::dequantise::dequantise;
+use crate::rope::{self, Llama3Scaling, RopeScaling, YarnScaling, plain_frequencies};
 use crate::weights::WeightsError;
 
 /// One factor for each pair that RoPE turns, by which the pair's frequency is divided: how llama.cpp's converter writes Llama 3's scaling.
 pub(crate) const ROPE_FACTORS: &str = "rope_freqs.weight";
 
 /// Relative difference between a stored RoPE factor and ours; the converter computes in f32.
-const FACTOR_TOLERANCE: f64 = 1e-3;
+const FACTOR_TOLERANCE: f32 = 1e-3;
 
-/// (Hugging Face, GGUF) within a layer, without `.weight`.
+/// (Hugging Face, GGUF) within a layer, without `.weight` or `.bias`.
 const IN_LAYER: [(&str, &str); 11] = [
     ("input_layernorm", "attn_norm"),
     ("self_attn.q_proj", "attn_q"),
@@ -40,9 +40,14 @@ pub(crate) fn from_hugging_face(name: &str) -> Option<String> {
     if let Some((_, gguf)) = OUTSIDE.iter().find(|(hugging_face, _)| *hugging_face == name) {
         return Some(gguf.to_string());
     }
-    let (layer, inner) = name.strip_prefix("model.layers.")?.strip_suffix(".weight")?.split_once('.')?;
+    let (layer, inner) = name.strip_prefix("model.layers.")?.split_once('.')?;
+    let (inner, suffix) = inner.rsplit_once('.')?;
     let (_, gguf) = IN_LAYER.iter().find(|(hugging_face, _)| *hugging_face == inner)?;
-    Some(format!("blk.{layer}.{gguf}.weight"))
+    is_suffix(suffix).then(|| format!("blk.{layer}.{gguf}.{suffix}"))
+}
+
+fn is_suffix(suffix: &str) -> bool {
+    ["weight", "bias"].contains(&suffix)
 }
 
 /// The other way; `None` for a tensor that has no counterpart.
@@ -50,19 +55,21 @@ pub(crate) fn to_hugging_face(name: &str) -> Option<String> {
     if let Some((hugging_face, _)) = OUTSIDE.iter().find(|(_, gguf)| *gguf == name) {
         return Some(hugging_face.to_string());
     }
-    let (layer, inner) = name.strip_prefix("blk.")?.strip_suffix(".weight")?.split_once('.')?;
+    let (layer, inner) = name.strip_prefix("blk.")?.split_once('.')?;
+    let (inner, suffix) = inner.rsplit_once('.')?;
     let (hugging_face, _) = IN_LAYER.iter().find(|(_, gguf)| *gguf == inner)?;
-    Some(format!("model.layers.{layer}.{hugging_face}.weight"))
+    is_suffix(suffix).then(|| format!("model.layers.{layer}.{hugging_face}.{suffix}"))
 }
 
-/// Number of heads of a projection whose rows llama.cpp's converter reorders: Llama's queries and keys, nothing of Qwen3's.
+/// Number of heads of a projection whose rows, of weight and bias alike, llama.cpp's converter reorders: Llama's queries and keys, nothing
+/// of Qwen's.
 pub(crate) fn interleaved_heads(file: &GgufFile, name: &str) -> Option<i64> {
-    let queries = name.ends_with("self_attn.q_proj.weight");
-    if file.string("general.architecture").ok()? != "llama" || !(queries || name.ends_with("self_attn.k_proj.weight")) {
+    let (of_queries, of_keys) = (name.contains(".self_attn.q_proj."), name.contains(".self_attn.k_proj."));
+    if file.string("general.architecture").ok()? != "llama" || !(of_queries || of_keys) {
         return None;
     }
     let heads = file.unsigned("llama.attention.head_count").ok()?;
-    let heads = if queries { heads } else { file.unsigned("llama.attention.head_count_kv").unwrap_or(heads) };
+    let heads = if of_queries { heads } else { file.unsigned("llama.attention.head_count_kv").unwrap_or(heads) };
     i64::try_from(heads).ok().filter(|&heads| heads > 0)
 }
 
@@ -71,8 +78,8 @@ pub(crate) fn config_json(file: &GgufFile) -> Result<Value, WeightsError> {
     let architecture = file.string("general.architecture")?;
     let key = |name: &str| format!("{architecture}.{name}");
     let unsupported = |what: String| WeightsError::Unsupported { path: file.path.clone(), what };
-    if !["llama", "qwen3"].contains(&architecture) {
-        return Err(unsupported(format!("holds the architecture `{architecture}`; supported are `llama` and `qwen3`")));
+    if !["llama", "qwen2", "qwen3"].contains(&architecture) {
+        return Err(unsupported(format!("holds the architecture `{architecture}`; supported are `llama`, `qwen2` and `qwen3`")));
     }
     if optional(file.unsigned("split.count"))?.is_some_and(|parts| parts > 1) {
         return Err(unsupported("is one of several parts; join them with `llama-gguf-split --merge`".to_string()));
@@ -80,13 +87,6 @@ pub(crate) fn config_json(file: &GgufFile) -> Result<Value, WeightsError> {
     if optional(file.unsigned(&key("expert_count")))?.is_some_and(|experts| experts > 0) {
         return Err(unsupported("holds a mixture of experts, which is not supported".to_string()));
     }
-    if optional(file.string(&key("rope.scaling.type")))?.is_some_and(|kind| kind != "none") {
-        return Err(unsupported("stretches RoPE in a way that is not supported; use the model's safetensors".to_string()));
-    }
-    if let Some(bias) = file.tensors.iter().find(|tensor| tensor.name.starts_with("blk.") && tensor.name.ends_with(".bias")) {
-        return Err(unsupported(format!("has the bias `{}`; models with biases are not supported", bias.name)));
-    }
-
     let heads = file.unsigned(&key("attention.head_count"))?;
     let hidden = file.unsigned(&key("embedding_length"))?;
     let head_dim = match optional(file.unsigned(&key("attention.key_length")))? {
@@ -97,7 +97,13 @@ pub(crate) fn config_json(file: &GgufFile) -> Result<Value, WeightsError> {
         return Err(unsupported("turns only a part of each head by RoPE, which is not supported".to_string()));
     }
     let rope_theta = shortest(optional(file.float(&key("rope.freq_base")))?.unwrap_or(10_000.0));
-    let rope_scaling = rope_scaling(file, rope_theta, head_dim)?;
+    let context_length = file.unsigned(&key("context_length"))?;
+    let rope_scaling = match llama3_scaling(file, rope_theta, head_dim)? {
+        Some(scaling) => Some(RopeScaling::Llama3(scaling)),
+        None => stated_scaling(file, architecture, context_length)?,
+    };
+    // Qwen2's biases go without saying.
+    let biased = |name: &str| file.tensor(&format!("blk.0.{name}.bias")).is_some();
     // The rows of the embedding, not the tokenizer's entries, bound the ids that a model may be given.
     let embedding = file.tensor("token_embd.weight");
     let vocabulary = embedding.and_then(|tensor| tensor.shape.first().copied());
@@ -115,16 +121,12 @@ pub(crate) fn config_json(file: &GgufFile) -> Result<Value, WeightsError> {
         "head_dim": head_dim,
         "rms_norm_eps": shortest(file.float(&key("attention.layer_norm_rms_epsilon"))?),
         "rope_theta": rope_theta,
-        "rope_scaling": rope_scaling.map(|scaling| json!({
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
-        })),
+        "rope_scaling": rope::to_json(rope_scaling.as_ref()),
+        "attention_bias": architecture != "qwen2" && biased("attn_q"),
+        "mlp_bias": architecture == "llama" && biased("ffn_gate"),
         "vocab_size": vocabulary,
         "tie_word_embeddings": file.tensor("output.weight").is_none(),
-        "max_position_embeddings": file.unsigned(&key("context_length"))?,
+        "max_position_embeddings": context_length,
         "bos_token_id": optional(file.unsigned("tokenizer.ggml.bos_token_id"))?,
         "eos_token_id": stop,
     }))
@@ -134,7 +136,7 @@ pub(crate) fn config_json(file: &GgufFile) -> Result<Value, WeightsError> {
 ///
 /// The table does not say how it was made. The largest factor is the scaling's own, the other values are those of every Llama 3.1 and
 /// later; that they are the right ones shows in every entry of the table.
-fn rope_scaling(file: &GgufFile, rope_theta: f64, head_dim: u64) -> Result<Option<RopeScaling>, WeightsError> {
+fn llama3_scaling(file: &GgufFile, rope_theta: f64, head_dim: u64) -> Result<Option<Llama3Scaling>, WeightsError> {
     let Some(table) = file.tensor(ROPE_FACTORS) else { return Ok(None) };
     let unsupported = |what: String| WeightsError::Unsupported { path: file.path.clone(), what };
     let pairs = head_dim / 2;
@@ -145,17 +147,16 @@ fn rope_scaling(file: &GgufFile, rope_theta: f64, head_dim: u64) -> Result<Optio
         )));
     }
     let factors = dequantise(table.kind, &file.read(table)?, pairs as usize);
-    let scaling = RopeScaling {
+    let scaling = Llama3Scaling {
         factor: shortest(f64::from(factors.iter().copied().fold(1.0, f32::max))),
         low_freq_factor: 1.0,
         high_freq_factor: 4.0,
         original_max_position_embeddings: 8192,
     };
-    for (pair, &found) in factors.iter().enumerate() {
-        let frequency = rope_theta.powf(-2.0 * pair as f64 / head_dim as f64);
+    for (pair, (&found, frequency)) in factors.iter().zip(plain_frequencies(rope_theta, head_dim as i64)).enumerate() {
         let expected = frequency / scaling.scale(frequency);
         // A comparison with NaN is false, so that such an entry is refused too.
-        let agrees = (f64::from(found) - expected).abs() <= FACTOR_TOLERANCE * expected;
+        let agrees = (found - expected).abs() <= FACTOR_TOLERANCE * expected;
         if !agrees {
             return Err(unsupported(format!(
                 "has a table of RoPE factors, `{ROPE_FACTORS}`, that is not Llama 3's scaling by {}: factor {pair} is {found}, not \
@@ -165,6 +166,43 @@ fn rope_scaling(file: &GgufFile, rope_theta: f64, head_dim: u64) -> Result<Optio
         }
     }
     Ok(Some(scaling))
+}
+
+/// The scaling that the metadata states: linear, or YaRN as llama.cpp computes it (`rope_yarn` in ggml), whose ramp and attention factor
+/// are those that `transformers` takes where nothing else is said.
+fn stated_scaling(file: &GgufFile, architecture: &str, context_length: u64) -> Result<Option<RopeScaling>, WeightsError> {
+    let prefix = format!("{architecture}.rope.scaling.");
+    let key = |name: &str| format!("{prefix}{name}");
+    let unsupported = |what: String| WeightsError::Unsupported { path: file.path.clone(), what };
+    let kind = optional(file.string(&key("type")))?.unwrap_or("none");
+    let read: &[&str] = match kind {
+        "none" => return Ok(None),
+        "linear" => &["type", "factor", "finetuned", "original_context_length"],
+        "yarn" => &["type", "factor", "finetuned", "original_context_length", "yarn_beta_fast", "yarn_beta_slow"],
+        _ => return Err(unsupported(format!("scales RoPE by `{kind}`; supported are `linear` and `yarn`"))),
+    };
+    let other = file.metadata.keys().filter_map(|key| key.strip_prefix(&prefix)).find(|key| !read.contains(key));
+    if let Some(other) = other {
+        return Err(unsupported(format!(
+            "scales RoPE by `{kind}` with `{prefix}{other}`, which is not supported; use the model's safetensors"
+        )));
+    }
+    let factor = shortest(file.float(&key("factor"))?);
+    if kind == "linear" {
+        return Ok(Some(RopeScaling::Linear { factor }));
+    }
+    let or = |name: &str, absent: f64| Ok::<_, GgufError>(optional(file.float(&key(name)))?.map_or(absent, shortest));
+    Ok(Some(RopeScaling::Yarn(YarnScaling {
+        factor,
+        original_max_position_embeddings: optional(file.unsigned(&key("original_context_length")))?.unwrap_or(context_length)
+            as i64,
+        beta_fast: or("yarn_beta_fast", 32.0)?,
+        beta_slow: or("yarn_beta_slow", 1.0)?,
+        truncate: true,
+        attention_factor: None,
+        mscale: None,
+        mscale_all_dim: None,
+    })))
 }
 
 /// A key may be absent, but not of the wrong type.
@@ -192,11 +230,14 @@ mod tests {
             ("lm_head.weight", "output.weight"),
             ("model.layers.12.self_attn.o_proj.weight", "blk.12.attn_output.weight"),
             ("model.layers.0.post_attention_layernorm.weight", "blk.0.ffn_norm.weight"),
+            ("model.layers.3.self_attn.q_proj.bias", "blk.3.attn_q.bias"),
+            ("model.layers.3.mlp.down_proj.bias", "blk.3.ffn_down.bias"),
         ] {
             assert_eq!(from_hugging_face(hugging_face).unwrap(), gguf);
             assert_eq!(to_hugging_face(gguf).unwrap(), hugging_face);
         }
         assert_eq!(from_hugging_face("model.layers.0.other.weight"), None);
+        assert_eq!(from_hugging_face("model.layers.0.self_attn.q_proj.weight_scale"), None);
         assert_eq!(to_hugging_face("rope_freqs.weight"), None);
     }
 
@@ -210,21 +251,34 @@ mod tests {
 
     /// A GGUF file written byte by byte: the keys of a small Llama, and the tensors given, as F32 with one dimension.
     fn llama(tensors: &[(&str, &[f32])]) -> (tempfile::TempDir, GgufFile) {
-        let numbers = [
+        llama_with(None, tensors)
+    }
+
+    /// The same with a kind of RoPE scaling by 4 from 32 positions.
+    fn llama_with(scaling: Option<&str>, tensors: &[(&str, &[f32])]) -> (tempfile::TempDir, GgufFile) {
+        let mut words = vec![("general.architecture", "llama")];
+        words.extend(scaling.map(|kind| ("llama.rope.scaling.type", kind)));
+        let mut numbers = vec![
             ("embedding_length", 128),
             ("attention.head_count", 2),
             ("feed_forward_length", 64),
             ("block_count", 1),
             ("context_length", 64),
         ];
-        let floats = [("attention.layer_norm_rms_epsilon", 1e-5), ("rope.freq_base", ROPE_THETA)];
+        let mut floats = vec![("attention.layer_norm_rms_epsilon", 1e-5), ("rope.freq_base", ROPE_THETA)];
+        if scaling.is_some() {
+            numbers.push(("rope.scaling.original_context_length", 32));
+            floats.push(("rope.scaling.factor", 4.0));
+        }
         let mut out = b"GGUF".to_vec();
         out.extend(3_u32.to_le_bytes());
         out.extend((tensors.len() as u64).to_le_bytes());
-        out.extend((1 + numbers.len() as u64 + floats.len() as u64).to_le_bytes());
-        text(&mut out, "general.architecture");
-        out.extend(8_u32.to_le_bytes());
-        text(&mut out, "llama");
+        out.extend(((words.len() + numbers.len() + floats.len()) as u64).to_le_bytes());
+        for (key, word) in words {
+            text(&mut out, key);
+            out.extend(8_u32.to_le_bytes());
+            text(&mut out, word);
+        }
         for (key, value) in numbers {
             text(&mut out, &format!("llama.{key}"));
             out.extend(4_u32.to_le_bytes());
@@ -291,6 +345,30 @@ mod tests {
         }
         let (_folder, file) = llama(&[("token_embd.weight", &[0.0; 8])]);
         assert_eq!(config_json(&file).unwrap()["rope_scaling"], Value::Null);
+    }
+
+    #[test]
+    fn scalings_in_the_metadata_are_read_or_refused_by_name() {
+        let read = |kind: &str| {
+            let (_folder, file) = llama_with(Some(kind), &[("token_embd.weight", &[0.0; 8])]);
+            let json = config_json(&file).map_err(|error| error.to_string())?;
+            Ok::<_, String>(crate::ModelConfig::from_json(&json).unwrap().rope_scaling)
+        };
+        let Ok(Some(RopeScaling::Yarn(yarn))) = read("yarn") else { panic!("no YaRN") };
+        assert_eq!((yarn.factor, yarn.original_max_position_embeddings), (4.0, 32));
+        assert_eq!((yarn.beta_fast, yarn.beta_slow, yarn.attention_factor), (32.0, 1.0, None));
+        assert_eq!(read("none"), Ok(None));
+        assert_eq!(read("linear"), Ok(Some(RopeScaling::Linear { factor: 4.0 })));
+        let message = read("longrope").unwrap_err();
+        assert!(
+            message.contains("small.gguf") && message.contains("by `longrope`; supported are `linear` and `yarn`"),
+            "{message}"
+        );
+
+        let (_folder, mut file) = llama_with(Some("yarn"), &[("token_embd.weight", &[0.0; 8])]);
+        file.metadata.insert("llama.rope.scaling.attn_factor".to_string(), data::gguf::Value::F64(0.5));
+        let message = config_json(&file).unwrap_err().to_string();
+        assert!(message.contains("`llama.rope.scaling.attn_factor`"), "{message}");
     }
 
     #[test]

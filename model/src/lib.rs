@@ -1,4 +1,4 @@
-//! Decoder-only transformers (Llama, Qwen3) as Hugging Face names them, their weights, attention and caches.
+//! Decoder-only transformers (Llama, Qwen2, Qwen3) as Hugging Face names them, their weights, attention and caches.
 //!
 //! Shapes legend, used as suffixes of tensor names in this crate and the crates above it:
 //! `T` rows (tokens) of one forward, `D` hidden size, `H` query heads, `K` key/value heads, `G` query heads per key head (H / K),
@@ -13,6 +13,7 @@ pub mod checkpoint;
 pub mod config;
 pub mod dequantise;
 mod gguf_names;
+pub mod rope;
 pub mod tensor_file;
 pub mod transformer;
 pub mod weights;

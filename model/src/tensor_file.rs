@@ -1,6 +1,7 @@
 //! Safetensors files: the table of tensors first, each tensor's bytes only when asked for, and writing one tensor at a time.
 //!
-//! No file is ever held in memory as a whole, neither when it is read nor when it is written.
+//! No file is ever held in memory as a whole, neither when it is read nor when it is written; a tensor that is loaded comes from the file's
+//! mapped pages.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -10,7 +11,8 @@ use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
+use torch::mapped::{MappedError, read_mapped};
 
 /// The length field before the header.
 const PREFIX: u64 = 8;
@@ -99,9 +101,20 @@ impl StoredTensor {
     /// # Errors
     /// The file cannot be read, has become shorter, or the tensor's kind is none of libtorch's common ones.
     pub fn read(&self) -> Result<Tensor, TensorFileError> {
+        self.load(self.kind()?, Device::Cpu)
+    }
+
+    /// Reads the tensor onto `device` as `kind`, straight from the file's pages.
+    ///
+    /// # Errors
+    /// As [`StoredTensor::read`]; the device has no room.
+    pub fn load(&self, kind: Kind, device: Device) -> Result<Tensor, TensorFileError> {
         let io = |source| TensorFileError::Read { path: self.file.clone(), source };
-        let kind = self.kind()?;
-        torch::read(&mut self.open_at(0).map_err(io)?, &self.shape, kind).map_err(io)
+        let file = File::open(&self.file).map_err(io)?;
+        read_mapped(&file, self.offset, &self.shape, self.kind()?, kind, device).map_err(|error| match error {
+            MappedError::Io(source) => io(source),
+            MappedError::Torch(error) => torch_error(&self.file, &self.name, &error),
+        })
     }
 
     /// Reads elements `range` of the flattened tensor, as [`StoredTensor::read`].

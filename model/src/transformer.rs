@@ -1,4 +1,4 @@
-//! The forward of a decoder-only transformer: Llama, and Qwen3 with its norms on queries and keys.
+//! The forward of a decoder-only transformer: Llama, Qwen2 with its biases, and Qwen3 with its norms on queries and keys.
 //!
 //! Shapes legend: see the crate's documentation. Parameters carry Hugging Face's tensor names, so loading needs no rename table.
 
@@ -7,22 +7,31 @@ use std::ops::Range;
 use tch::{Device, Kind, Tensor};
 
 use crate::attention::Attention;
-use crate::config::{ModelConfig, RopeScaling};
+use crate::config::ModelConfig;
+use crate::rope::{Rope, Rotary};
 
-/// The weights of one decoder layer; each field is Hugging Face's tensor of that name without `.weight`.
+/// A projection: outputs are `weight` times inputs, plus `bias` where there is one.
+pub struct Linear {
+    /// `[outputs, inputs]`.
+    pub weight: Tensor,
+    /// `[outputs]`.
+    pub bias: Option<Tensor>,
+}
+
+/// The weights of one decoder layer, under Hugging Face's names.
 pub struct Layer {
     pub input_layernorm: Tensor,
-    pub q_proj: Tensor,
-    pub k_proj: Tensor,
-    pub v_proj: Tensor,
-    pub o_proj: Tensor,
+    pub q_proj: Linear,
+    pub k_proj: Linear,
+    pub v_proj: Linear,
+    pub o_proj: Linear,
     /// Qwen3 only, like `k_norm`.
     pub q_norm: Option<Tensor>,
     pub k_norm: Option<Tensor>,
     pub post_attention_layernorm: Tensor,
-    pub gate_proj: Tensor,
-    pub up_proj: Tensor,
-    pub down_proj: Tensor,
+    pub gate_proj: Linear,
+    pub up_proj: Linear,
+    pub down_proj: Linear,
 }
 
 /// A whole model: embedding, layers, final norm, head.
@@ -43,10 +52,9 @@ impl Transformer {
         // The iterator yields exactly the parameters that the fields below ask for, in this order.
         let mut next = || parameters.next().unwrap_or_else(|| unreachable!("parameter_shapes lists every parameter"));
         let embed_tokens = next()?;
-        let query_key_norm = config.has_query_key_norm();
         let mut layers = Vec::with_capacity(config.num_hidden_layers);
         for _ in 0..config.num_hidden_layers {
-            layers.push(Layer::from_source(query_key_norm, &mut next)?);
+            layers.push(Layer::from_source(&config, &mut next)?);
         }
         let norm = next()?;
         let lm_head = if config.tie_word_embeddings { None } else { Some(next()?) };
@@ -61,21 +69,22 @@ impl Transformer {
     }
 
     /// A model that nothing was learned in yet, f32, as `transformers` initialises it: normal with deviation 0.02 (its `initializer_range`),
-    /// norms one.
+    /// norms one, biases zero.
     pub fn from_scratch(config: ModelConfig, seed: u64) -> Self {
         Self::seeded(config, seed, Kind::Float, |shape| if shape.len() == 1 { 0.0 } else { 0.02 })
     }
 
-    /// Normal numbers by counter, around one for norms and around zero for matrices, of the deviation that `scale` gives for a shape.
+    /// Normal numbers by counter, around one for norms and around zero for matrices and biases, of the deviation that `scale` gives for a
+    /// shape.
     fn seeded(config: ModelConfig, seed: u64, kind: Kind, scale: impl Fn(&[i64]) -> f64) -> Self {
         use rand_chacha::rand_core::SeedableRng;
         let mut index = 0;
-        let built = Self::from_source::<std::convert::Infallible>(config, |_, shape| {
+        let built = Self::from_source::<std::convert::Infallible>(config, |name, shape| {
             index += 1;
             let mut generator = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
             generator.set_stream(index);
             let count: i64 = shape.iter().product();
-            let (scale, offset) = (scale(shape), if shape.len() == 1 { 1.0 } else { 0.0 });
+            let (scale, offset) = (scale(shape), if name.ends_with("norm.weight") { 1.0 } else { 0.0 });
             let values: Vec<f32> = (0..count).map(|_| (offset + scale * normal(&mut generator)) as f32).collect();
             Ok(Tensor::from_slice(&values).view(shape).to_kind(kind))
         });
@@ -162,50 +171,84 @@ impl Transformer {
     }
 }
 
-impl Layer {
-    /// Norm, gate, up and down.
-    pub const FEED_FORWARD_PARAMETERS: usize = 4;
+impl Linear {
+    /// `[rows, inputs]` → `[rows, outputs]`.
+    fn apply(&self, input: &Tensor) -> Tensor {
+        let weight = self.weight.transpose(0, 1);
+        match &self.bias {
+            // In one operation, which rounds once.
+            Some(bias) => bias.addmm(input, &weight),
+            None => input.matmul(&weight),
+        }
+    }
 
+    fn from_source<E>(biased: bool, next: &mut impl FnMut() -> Result<Tensor, E>) -> Result<Self, E> {
+        Ok(Self { weight: next()?, bias: if biased { Some(next()?) } else { None } })
+    }
+
+    fn parameters(&self) -> impl Iterator<Item = &Tensor> {
+        std::iter::once(&self.weight).chain(&self.bias)
+    }
+
+    fn shallow_clone(&self) -> Self {
+        Self { weight: self.weight.detach(), bias: self.bias.as_ref().map(Tensor::detach) }
+    }
+}
+
+impl Layer {
     /// Builds a layer by asking for each of its parameters in the order of [`ModelConfig::layer_shapes`].
-    pub fn from_source<E>(query_key_norm: bool, mut next: impl FnMut() -> Result<Tensor, E>) -> Result<Self, E> {
+    pub fn from_source<E>(config: &ModelConfig, mut next: impl FnMut() -> Result<Tensor, E>) -> Result<Self, E> {
+        let (query_key_norm, biased) = (config.has_query_key_norm(), config.has_query_key_value_bias());
         Ok(Self {
             input_layernorm: next()?,
-            q_proj: next()?,
-            k_proj: next()?,
-            v_proj: next()?,
-            o_proj: next()?,
+            q_proj: Linear::from_source(biased, &mut next)?,
+            k_proj: Linear::from_source(biased, &mut next)?,
+            v_proj: Linear::from_source(biased, &mut next)?,
+            o_proj: Linear::from_source(config.attention_bias, &mut next)?,
             q_norm: if query_key_norm { Some(next()?) } else { None },
             k_norm: if query_key_norm { Some(next()?) } else { None },
             post_attention_layernorm: next()?,
-            gate_proj: next()?,
-            up_proj: next()?,
-            down_proj: next()?,
+            gate_proj: Linear::from_source(config.mlp_bias, &mut next)?,
+            up_proj: Linear::from_source(config.mlp_bias, &mut next)?,
+            down_proj: Linear::from_source(config.mlp_bias, &mut next)?,
         })
     }
 
     fn shallow_clone(&self) -> Self {
         Self {
             input_layernorm: self.input_layernorm.detach(),
-            q_proj: self.q_proj.detach(),
-            k_proj: self.k_proj.detach(),
-            v_proj: self.v_proj.detach(),
-            o_proj: self.o_proj.detach(),
+            q_proj: self.q_proj.shallow_clone(),
+            k_proj: self.k_proj.shallow_clone(),
+            v_proj: self.v_proj.shallow_clone(),
+            o_proj: self.o_proj.shallow_clone(),
             q_norm: self.q_norm.as_ref().map(Tensor::detach),
             k_norm: self.k_norm.as_ref().map(Tensor::detach),
             post_attention_layernorm: self.post_attention_layernorm.detach(),
-            gate_proj: self.gate_proj.detach(),
-            up_proj: self.up_proj.detach(),
-            down_proj: self.down_proj.detach(),
+            gate_proj: self.gate_proj.shallow_clone(),
+            up_proj: self.up_proj.shallow_clone(),
+            down_proj: self.down_proj.shallow_clone(),
         }
     }
 
-    /// The layer's parameters in the order of [`ModelConfig::layer_shapes`]: those of the first half, then the last
-    /// [`Layer::FEED_FORWARD_PARAMETERS`] of the second.
+    /// The layer's parameters in the order of [`ModelConfig::layer_shapes`].
     pub fn parameters(&self) -> Vec<&Tensor> {
-        let mut tensors = vec![&self.input_layernorm, &self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj];
-        tensors.extend(self.q_norm.iter().chain(&self.k_norm));
-        tensors.extend([&self.post_attention_layernorm, &self.gate_proj, &self.up_proj, &self.down_proj]);
+        let (mut tensors, second) = self.halves();
+        tensors.extend(second);
         tensors
+    }
+
+    /// The parameters that [`Layer::attend`] uses, and those that [`Layer::feed_forward`] uses.
+    pub fn halves(&self) -> (Vec<&Tensor>, Vec<&Tensor>) {
+        let mut first = vec![&self.input_layernorm];
+        for projection in [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj] {
+            first.extend(projection.parameters());
+        }
+        first.extend(self.q_norm.iter().chain(&self.k_norm));
+        let mut second = vec![&self.post_attention_layernorm];
+        for projection in [&self.gate_proj, &self.up_proj, &self.down_proj] {
+            second.extend(projection.parameters());
+        }
+        (first, second)
     }
 
     /// One decoder layer over `[T, D]`; `index` tells the attention which layer of the cache this is.
@@ -230,8 +273,9 @@ impl Layer {
         attention: &mut dyn Attention,
     ) -> Tensor {
         let normed_td = rms_norm(hidden_td, &self.input_layernorm, config.rms_norm_eps);
-        let heads = |projection: &Tensor| {
-            normed_td.matmul(&projection.transpose(0, 1)).view([-1, projection.size()[0] / config.head_dim, config.head_dim])
+        let heads = |projection: &Linear| {
+            let count = projection.weight.size()[0] / config.head_dim;
+            projection.apply(&normed_td).view([-1, count, config.head_dim])
         };
         let (mut query_the, mut key_tke, value_tke) = (heads(&self.q_proj), heads(&self.k_proj), heads(&self.v_proj));
         if let (Some(q_norm), Some(k_norm)) = (&self.q_norm, &self.k_norm) {
@@ -240,15 +284,15 @@ impl Layer {
         }
         let attended_the = attention.attend(index, &rope.turn(&query_the), &rope.turn(&key_tke), &value_tke);
         let rows = attended_the.size()[0];
-        hidden_td + attended_the.reshape([rows, -1]).matmul(&self.o_proj.transpose(0, 1))
+        hidden_td + self.o_proj.apply(&attended_the.reshape([rows, -1]))
     }
 
     /// The layer's second half: `[T, D]` plus what the gated feed-forward adds.
     pub fn feed_forward(&self, config: &ModelConfig, hidden_td: &Tensor) -> Tensor {
         let normed_td = rms_norm(hidden_td, &self.post_attention_layernorm, config.rms_norm_eps);
-        let gate_tf = normed_td.matmul(&self.gate_proj.transpose(0, 1)).silu();
-        let feed_forward_tf = gate_tf * normed_td.matmul(&self.up_proj.transpose(0, 1));
-        hidden_td + feed_forward_tf.matmul(&self.down_proj.transpose(0, 1))
+        let gate_tf = self.gate_proj.apply(&normed_td).silu();
+        let feed_forward_tf = gate_tf * self.up_proj.apply(&normed_td);
+        hidden_td + self.down_proj.apply(&feed_forward_tf)
     }
 }
 
@@ -257,73 +301,6 @@ pub fn rms_norm(input: &Tensor, weight: &Tensor, epsilon: f64) -> Tensor {
     let wide = input.to_kind(Kind::Float);
     let scale = (wide.square().mean_dim(-1, true, Kind::Float) + epsilon).rsqrt();
     (wide * scale).to_kind(input.kind()) * weight
-}
-
-/// The angles by which positions turn queries and keys: `[E / 2]`, one for each pair of features.
-pub struct Rotary {
-    inverse_frequencies: Tensor,
-}
-
-impl Rotary {
-    /// The angles of a model, on `device`.
-    pub fn new(config: &ModelConfig, device: Device) -> Self {
-        Self { inverse_frequencies: inverse_frequencies(config).to_device(device) }
-    }
-
-    /// RoPE tables for these positions `[T]`.
-    pub fn tables(&self, positions_t: &Tensor) -> Rope {
-        let angles = positions_t.to_kind(Kind::Float).unsqueeze(1) * self.inverse_frequencies.unsqueeze(0);
-        let (cos, sin) = (angles.cos(), angles.sin());
-        let both = |first: &Tensor, second: &Tensor| Tensor::cat(&[first, second], 1).unsqueeze(1);
-        Rope { cos_t1e: both(&cos, &cos), sin_t1e: both(&-&sin, &sin) }
-    }
-
-    fn shallow_clone(&self) -> Self {
-        Self { inverse_frequencies: self.inverse_frequencies.shallow_clone() }
-    }
-}
-
-/// Cosines and sines `[T, 1, E]` in f32 for the rows of one forward; the sines of the first half are negated.
-pub struct Rope {
-    cos_t1e: Tensor,
-    sin_t1e: Tensor,
-}
-
-impl Rope {
-    /// Turns each pair (i, i + E/2) of `[T, heads, E]` by its angle.
-    fn turn(&self, input: &Tensor) -> Tensor {
-        let wide = input.to_kind(Kind::Float);
-        let swapped = wide.roll([wide.size()[2] / 2], [-1]);
-        (wide * &self.cos_t1e).addcmul(&swapped, &self.sin_t1e).to_kind(input.kind())
-    }
-}
-
-/// `[E / 2]` angles per position, with Llama 3's stretching of the slow ones where configured.
-fn inverse_frequencies(config: &ModelConfig) -> Tensor {
-    let half = config.head_dim / 2;
-    let frequencies: Vec<f32> = (0..half)
-        .map(|pair| {
-            let plain = 1.0 / config.rope_theta.powf(2.0 * pair as f64 / config.head_dim as f64);
-            config.rope_scaling.as_ref().map_or(plain, |scaling| scaling.scale(plain)) as f32
-        })
-        .collect();
-    Tensor::from_slice(&frequencies)
-}
-
-impl RopeScaling {
-    /// Long wavelengths are stretched by `factor`, short ones stay, those between are blended.
-    pub(crate) fn scale(&self, frequency: f64) -> f64 {
-        let wavelength = 2.0 * std::f64::consts::PI / frequency;
-        let cycles = self.original_max_position_embeddings as f64 / wavelength;
-        if cycles < self.low_freq_factor {
-            frequency / self.factor
-        } else if cycles > self.high_freq_factor {
-            frequency
-        } else {
-            let smooth = (cycles - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor);
-            frequency * (smooth + (1.0 - smooth) / self.factor)
-        }
-    }
 }
 
 /// A standard normal number by the Box-Muller transform.

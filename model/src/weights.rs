@@ -125,20 +125,22 @@ impl Source {
         ModelConfig::from_json(&json).map_err(|source| WeightsError::Config { path, source })
     }
 
-    /// One parameter by Hugging Face's name, on the CPU, as `kind`; it must have exactly `shape`.
+    /// One parameter by Hugging Face's name, on `device`, as `kind`; it must have exactly `shape`.
     ///
     /// # Errors
     /// There is no such tensor, it has another shape, or it cannot be read.
-    pub fn tensor(&self, name: &str, shape: &[i64], kind: Kind) -> Result<Tensor, WeightsError> {
-        let tensor = match self {
+    pub fn tensor(&self, name: &str, shape: &[i64], kind: Kind, device: Device) -> Result<Tensor, WeightsError> {
+        match self {
             Source::Safetensors { folder, tensors } => {
                 let stored = tensors.get(name).ok_or_else(|| missing_tensor(folder, name))?;
                 expect_shape(&stored.file, name, shape, &stored.shape)?;
-                stored.read()?
+                Ok(stored.load(kind, device)?)
             }
-            Source::Gguf(file) => gguf_tensor(file, name, shape)?,
-        };
-        tensor.f_to_kind(kind).map_err(|error| torch_error(self.path(), name, &error))
+            Source::Gguf(file) => {
+                let there = gguf_tensor(file, name, shape)?.f_to_kind(kind).and_then(|tensor| tensor.f_to_device(device));
+                there.map_err(|error| torch_error(&file.path, name, &error))
+            }
+        }
     }
 
     /// Loads the whole model onto `device`, its weights converted to `kind`, one tensor at a time.
@@ -148,10 +150,7 @@ impl Source {
     pub fn load(&self, kind: Kind, device: Device) -> Result<Transformer, WeightsError> {
         let config = self.config()?;
         self.expect_only(&config)?;
-        Transformer::from_source(config, |name, shape| {
-            let tensor = self.tensor(name, shape, kind)?;
-            tensor.f_to_device(device).map_err(|error| torch_error(self.path(), name, &error))
-        })
+        Transformer::from_source(config, |name, shape| self.tensor(name, shape, kind, device))
     }
 
     /// Refuses weights of which the model would leave a part out: they would be loaded as another model than they are.
@@ -218,10 +217,11 @@ fn gguf_tensor(file: &GgufFile, name: &str, shape: &[i64]) -> Result<Tensor, Wei
 }
 
 /// Undoes the order in which llama.cpp's converter stores Llama's query and key rows: it puts the two members of each RoPE pair side by
-/// side, where Hugging Face keeps the first members of all pairs before the second ones. `[heads · E, D]` both ways.
+/// side, where Hugging Face keeps the first members of all pairs before the second ones. `[heads · E, D]`, or `[heads · E]`, both ways.
 fn unpermute(tensor: &Tensor, heads: i64) -> Result<Tensor, tch::TchError> {
-    let (rows, inputs) = tensor.size2()?;
-    tensor.f_view([heads, rows / heads / 2, 2, inputs])?.f_transpose(1, 2)?.f_reshape([rows, inputs])
+    let shape = tensor.size();
+    let rows = shape.first().copied().unwrap_or(0);
+    tensor.f_view([heads, rows / heads / 2, 2, -1])?.f_transpose(1, 2)?.f_reshape(&shape)
 }
 
 /// The files that an index names, each once.
@@ -291,15 +291,18 @@ mod tests {
 
     #[test]
     fn gguf_and_safetensors_of_one_model_agree() {
-        for name in ["llama_tied", "qwen3_tied"] {
+        for name in ["llama_tied", "llama_untied_linear_biased", "qwen2_tied", "qwen3_tied", "qwen3_tied_yarn"] {
             let folder = open(&golden(name)).unwrap();
             let file = open(&golden(&format!("{name}.gguf"))).unwrap();
             assert_eq!(folder.config().unwrap(), file.config().unwrap());
             let mut names = folder.names();
-            names.retain(|name| name != "lm_head.weight");
+            names.retain(|name| name != "lm_head.weight" || !folder.config().unwrap().tie_word_embeddings);
             assert_eq!(names, file.names());
             for (name, shape) in folder.config().unwrap().parameter_shapes() {
-                let (one, other) = (folder.tensor(&name, &shape, Kind::Float), file.tensor(&name, &shape, Kind::Float));
+                let (one, other) = (
+                    folder.tensor(&name, &shape, Kind::Float, Device::Cpu),
+                    file.tensor(&name, &shape, Kind::Float, Device::Cpu),
+                );
                 assert_eq!(one.unwrap(), other.unwrap(), "{name}");
             }
         }
@@ -316,6 +319,36 @@ mod tests {
     }
 
     #[test]
+    fn a_tied_model_that_stores_its_head_too_loads_and_stays_tied() {
+        for name in ["qwen2_tied", "qwen3_tied"] {
+            let folder = copy_of(name);
+            let weights = folder.path().join("model.safetensors");
+            let mut tensors = crate::tensor_file::load_safetensors(&weights).unwrap();
+            tensors.insert("lm_head.weight".to_string(), tensors["model.embed_tokens.weight"].copy());
+            let named: Vec<(String, &Tensor)> = tensors.iter().map(|(name, tensor)| (name.clone(), tensor)).collect();
+            crate::tensor_file::save_safetensors(&weights, &named).unwrap();
+            let model = load(folder.path(), Kind::Float, Device::Cpu).unwrap();
+            assert!(model.lm_head.is_none() && model.head().equal(&model.embed_tokens), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_bias_that_is_missing_or_too_many_is_told() {
+        let folder = copy_of("qwen2_tied");
+        let path = folder.path().join("config.json");
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, text.replace("qwen2", "llama").replace("Qwen2", "Llama")).unwrap();
+        let message = load(folder.path(), Kind::Float, Device::Cpu).map(|_| ()).unwrap_err().to_string();
+        assert!(message.contains("`model.layers.0.self_attn.k_proj.bias`") && message.contains("does not describe"), "{message}");
+        let folder = copy_of("llama_tied");
+        let path = folder.path().join("config.json");
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, text.replace("llama", "qwen2").replace("Llama", "Qwen2")).unwrap();
+        let message = load(folder.path(), Kind::Float, Device::Cpu).map(|_| ()).unwrap_err().to_string();
+        assert!(message.contains("has no tensor `model.layers.0.self_attn.q_proj.bias`"), "{message}");
+    }
+
+    #[test]
     fn stop_tokens_come_from_the_generation_config() {
         let folder = copy_of("llama_tied");
         std::fs::write(folder.path().join("generation_config.json"), r#"{"eos_token_id": [5, 6]}"#).unwrap();
@@ -325,14 +358,14 @@ mod tests {
     #[test]
     fn wrong_names_and_shapes_are_told() {
         let source = open(&golden("llama_tied")).unwrap();
-        let message = source.tensor("model.norm.weight", &[33], Kind::Float).unwrap_err().to_string();
+        let message = source.tensor("model.norm.weight", &[33], Kind::Float, Device::Cpu).unwrap_err().to_string();
         assert!(message.contains("model.safetensors") && message.contains("`model.norm.weight`"), "{message}");
         assert!(message.contains("[32]") && message.contains("[33]"), "{message}");
-        let message = source.tensor("lm_head.weight", &[160, 32], Kind::Float).unwrap_err().to_string();
+        let message = source.tensor("lm_head.weight", &[160, 32], Kind::Float, Device::Cpu).unwrap_err().to_string();
         assert!(message.contains("`lm_head.weight`") && message.contains("tie_word_embeddings"), "{message}");
         let file = open(&golden("llama_tied.gguf")).unwrap();
-        assert!(matches!(file.tensor("model.norm.weight", &[33], Kind::Float), Err(WeightsError::Shape { .. })));
-        assert!(matches!(file.tensor("model.other", &[33], Kind::Float), Err(WeightsError::MissingTensor { .. })));
+        assert!(matches!(file.tensor("model.norm.weight", &[33], Kind::Float, Device::Cpu), Err(WeightsError::Shape { .. })));
+        assert!(matches!(file.tensor("model.other", &[33], Kind::Float, Device::Cpu), Err(WeightsError::MissingTensor { .. })));
     }
 
     #[test]

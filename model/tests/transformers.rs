@@ -11,6 +11,7 @@ use data::gguf::GgufFile;
 use data::tokenizer::{SpecialTokens, Tokenizer};
 use model::checkpoint::{self, DrafterFile, TextFiles};
 use model::{CachedAttention, KvCache, ModelConfig, Piece, Transformer};
+use serde_json::json;
 use tch::{Device, Kind};
 
 const TEXT: &str = "<|im_start|>user\nHow many legs have 7 spiders?<|im_end|>\n<|im_start|>assistant\nSeven spiders have";
@@ -32,10 +33,10 @@ fn assert_transformers_agrees(folder: &Path, tokenizer: &Tokenizer) {
     assert!(output.status.success(), "{errors}");
     let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     for kind in ["missing", "unexpected", "mismatched"] {
-        assert_eq!(found[kind], serde_json::json!([]), "{kind} weights");
+        assert_eq!(found[kind], json!([]), "{kind} weights");
     }
     let ids = tokenizer.encode(TEXT, false).unwrap();
-    assert_eq!(found["ids"], serde_json::json!(ids));
+    assert_eq!(found["ids"], json!(ids));
 
     let _no_grad = tch::no_grad_guard();
     let (model, _) = checkpoint::load(folder, Kind::Float, Device::Cpu).unwrap();
@@ -58,11 +59,21 @@ fn checkpoints_load_in_transformers_with_the_same_tokens_and_logits() {
     let tokenizer = Tokenizer::from_gguf(&gguf).unwrap();
     let template = ChatTemplate::from_gguf(&gguf).unwrap();
     let files = TextFiles::new(&tokenizer, &SpecialTokens::from_gguf(&gguf), &template);
-    for (model_type, tied, kind) in [("llama", true, Kind::Float), ("qwen3", false, Kind::BFloat16)] {
-        let config = serde_json::json!({"model_type": model_type, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    let llama3 = json!({"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                        "original_max_position_embeddings": 64});
+    let yarn = json!({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 16,
+                      "truncate": false});
+    let linear = json!({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0});
+    for (model_type, tied, biases, rope, kind) in [
+        ("llama", true, (false, false), &llama3, Kind::Float),
+        ("llama", false, (true, true), &linear, Kind::Float),
+        ("qwen2", false, (false, false), &yarn, Kind::Float),
+        ("qwen3", true, (true, false), &yarn, Kind::Float),
+        ("qwen3", false, (false, false), &llama3, Kind::BFloat16),
+    ] {
+        let config = json!({"model_type": model_type, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 49152, "tie_word_embeddings": tied,
-            "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
-                                "high_freq_factor": 4.0, "original_max_position_embeddings": 64}});
+            "attention_bias": biases.0, "mlp_bias": biases.1, "max_position_embeddings": 128, "rope_parameters": rope});
         let model = Transformer::random(ModelConfig::from_json(&config).unwrap(), 3, Kind::Float);
         let parent = tempfile::tempdir().unwrap();
         let folder = parent.path().join("step-000001");

@@ -224,7 +224,7 @@ pub(crate) struct Run<'a> {
     model: &'a Transformer,
     prepared: &'a Prepared,
     shape: BlockShape,
-    rope: model::transformer::Rope,
+    rope: model::rope::Rope,
     attention: std::cell::RefCell<PackedAttention>,
 }
 

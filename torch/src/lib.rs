@@ -10,6 +10,7 @@ pub mod fused;
 pub mod group;
 mod group_error;
 mod links;
+pub mod mapped;
 mod meeting;
 pub mod memory;
 mod place;

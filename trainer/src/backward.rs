@@ -100,7 +100,7 @@ pub fn forward_backward(
             let first = Run::of(&hidden_td, |input_td| layer.attend(config, index, input_td, &rope, &mut attention));
             let second = Run::of(&first.output_td, |middle_td| layer.feed_forward(config, middle_td));
             hidden_td = second.output_td.detach();
-            kept.push(Kept::Runs { layer, first, second });
+            kept.push(Kept::Runs { layer: Box::new(layer), first, second });
         }
     }
 
@@ -133,21 +133,22 @@ pub fn forward_backward(
 
     let start = |index: usize| settings.recompute.then(|| parameters.start_gather(parameters.layer_unit(index))).transpose();
     let mut next = if depth > 0 { start(depth - 1)? } else { None };
+    let first_half = config.attention_shapes().len();
     for index in (0..depth).rev() {
         let flat = next.take().map(|gathering| gathering.wait()).transpose()?;
         next = if index > 0 { start(index - 1)? } else { None };
         let open = parameters.open_gradient(parameters.layer_unit(index), gradient);
         let mut views = parameters.gradient_views(&open);
-        let second_views = views.split_off(views.len() - Layer::FEED_FORWARD_PARAMETERS);
+        let second_views = views.split_off(first_half);
         match (kept.pop(), flat) {
             (Some(Kept::Runs { layer, first, second }), _) => {
-                let (first_parameters, second_parameters) = halves(&layer);
+                let (first_parameters, second_parameters) = layer.halves();
                 gradient_td = second.backward(&gradient_td, &second_parameters, &second_views);
                 gradient_td = first.backward(&gradient_td, &first_parameters, &views);
             }
             (Some(Kept::Inputs { input_td, middle_td }), Some(flat)) => {
                 let layer = parameters.layer_of(index, &flat);
-                let (first_parameters, second_parameters) = halves(&layer);
+                let (first_parameters, second_parameters) = layer.halves();
                 let second = Run::of(&middle_td, |middle_td| layer.feed_forward(config, middle_td));
                 gradient_td = second.backward(&gradient_td, &second_parameters, &second_views);
                 drop(middle_td);
@@ -170,14 +171,7 @@ pub fn forward_backward(
 /// What the forward leaves of a layer for the backward.
 enum Kept {
     Inputs { input_td: Tensor, middle_td: Tensor },
-    Runs { layer: Layer, first: Run, second: Run },
-}
-
-/// The parameters of a layer's halves.
-fn halves(layer: &Layer) -> (Vec<&Tensor>, Vec<&Tensor>) {
-    let mut first = layer.parameters();
-    let second = first.split_off(first.len() - Layer::FEED_FORWARD_PARAMETERS);
-    (first, second)
+    Runs { layer: Box<Layer>, first: Run, second: Run },
 }
 
 /// A graph of its own, from a leaf to its output.

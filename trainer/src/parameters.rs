@@ -7,7 +7,8 @@
 
 use std::ops::Range;
 
-use model::transformer::{Layer, Rotary};
+use model::rope::Rotary;
+use model::transformer::Layer;
 use model::{ModelConfig, Transformer};
 use tch::{Device, Kind, Tensor};
 use torch::group::{Group, GroupError, Pending};
@@ -53,7 +54,6 @@ impl Unit {
 }
 
 struct Parameter {
-    name: String,
     shape: Vec<i64>,
     /// Within the unit.
     range: Range<i64>,
@@ -63,7 +63,7 @@ struct Parameter {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Stretch {
     pub range: Range<i64>,
-    /// Whether weight decay applies: to matrices, not to norms.
+    /// Whether weight decay applies: to matrices, not to norms and biases.
     pub decayed: bool,
     /// Whether this is the embedding of the boosted token.
     pub boosted: bool,
@@ -141,7 +141,7 @@ impl<'g> Parameters<'g> {
         let mut views = self.views(self.layer_unit(index), flat).into_iter();
         let mut next =
             || Ok::<Tensor, std::convert::Infallible>(views.next().unwrap_or_default().detach().set_requires_grad(true));
-        match Layer::from_source(self.config.has_query_key_norm(), &mut next) {
+        match Layer::from_source(&self.config, &mut next) {
             Ok(layer) => layer,
             Err(never) => match never {},
         }
@@ -237,7 +237,7 @@ fn stretches(units: &[Unit], rank: usize, hidden: i64, boosted: u32) -> Vec<Stre
     let row = i64::from(boosted) * hidden..(i64::from(boosted) + 1) * hidden;
     let mut stretches: Vec<Stretch> = Vec::new();
     for (index, unit) in units.iter().enumerate() {
-        for Parameter { name, range, .. } in &unit.parameters {
+        for Parameter { shape, range } in &unit.parameters {
             let pieces = if index == EMBEDDING {
                 vec![(0..row.start, false), (row.clone(), true), (row.end..range.end, false)]
             } else {
@@ -245,7 +245,7 @@ fn stretches(units: &[Unit], rank: usize, hidden: i64, boosted: u32) -> Vec<Stre
             };
             for (piece, boosted) in pieces {
                 let Some(range) = unit.held(rank, &piece) else { continue };
-                let decayed = !name.contains("norm");
+                let decayed = shape.len() > 1;
                 match stretches.last_mut() {
                     Some(last) if last.range.end == range.start && (last.decayed, last.boosted) == (decayed, boosted) => {
                         last.range.end = range.end;
@@ -292,10 +292,10 @@ fn units(config: &ModelConfig, world: usize) -> Vec<Unit> {
         let parameters = shapes
             .by_ref()
             .take(count)
-            .map(|(name, shape)| {
+            .map(|(_, shape)| {
                 let first = length;
                 length += shape.iter().product::<i64>();
-                Parameter { name, shape, range: first..length }
+                Parameter { shape, range: first..length }
             })
             .collect();
         let slice = (length + world as i64 - 1) / world as i64;
@@ -313,7 +313,8 @@ mod tests {
     fn config() -> ModelConfig {
         // Sizes that few numbers of ranks divide.
         let json = serde_json::json!({"model_type": "qwen3", "hidden_size": 6, "intermediate_size": 7, "num_hidden_layers": 2,
-            "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 11, "tie_word_embeddings": false});
+            "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 11, "tie_word_embeddings": false,
+            "attention_bias": true});
         ModelConfig::from_json(&json).unwrap()
     }
 
@@ -354,8 +355,9 @@ mod tests {
     fn every_value_is_in_one_stretch_of_one_rank_and_padding_in_none() {
         let config = config();
         let (boosted, hidden) = (4_i64, config.hidden_size);
-        let norms: i64 =
-            config.parameter_shapes().iter().filter(|(name, _)| name.contains("norm")).map(|(_, shape)| shape[0]).sum();
+        let undecayed_ones = |name: &str| name.contains("norm") || name.ends_with(".bias");
+        let vectors: i64 =
+            config.parameter_shapes().iter().filter(|(name, _)| undecayed_ones(name)).map(|(_, shape)| shape[0]).sum();
         for ranks in 1..8 {
             let units = units(&config, ranks);
             let (mut seen, mut boosted_values, mut undecayed) = (Vec::new(), Vec::<i64>::new(), 0);
@@ -370,7 +372,7 @@ mod tests {
             seen.sort_unstable();
             let count: i64 = units.iter().map(|unit| unit.length).sum();
             assert!(seen.iter().copied().eq(1..=count), "{ranks} ranks");
-            assert_eq!(undecayed, norms);
+            assert_eq!(undecayed, vectors);
             assert!(boosted_values.iter().copied().eq(boosted * hidden + 1..=(boosted + 1) * hidden), "{boosted_values:?}");
         }
     }

@@ -2,7 +2,8 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-use model::config::{ModelConfig, RopeScaling, architecture_of};
+use model::config::{ModelConfig, architecture_of};
+use model::rope::{Llama3Scaling, RopeScaling, YarnScaling};
 use model::{BlockPattern, Transformer};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
@@ -35,10 +36,9 @@ impl Random {
     }
 
     pub(crate) fn config(&mut self) -> ModelConfig {
-        let model_type = self.pick(&["llama", "qwen3"]);
+        let model_type = self.pick(&["llama", "qwen2", "qwen3"]);
         let (heads, key_heads) = self.pick(&[(1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (6, 2), (6, 3)]);
-        let stretched =
-            RopeScaling { factor: 4.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position_embeddings: 32 };
+        let rope_scaling = self.rope_scaling();
         ModelConfig {
             architectures: vec![architecture_of(model_type).to_string()],
             model_type: model_type.to_string(),
@@ -50,12 +50,38 @@ impl Random {
             head_dim: self.pick(&[4, 6, 8, 16]),
             rms_norm_eps: self.pick(&[1e-5, 1e-6]),
             rope_theta: self.pick(&[1e4, 1e6]),
-            rope_scaling: self.pick(&[false, false, true]).then_some(stretched),
+            rope_scaling,
+            attention_bias: model_type != "qwen2" && self.pick(&[false, true]),
+            mlp_bias: model_type == "llama" && self.pick(&[false, true]),
             vocab_size: self.between(20, 40) as i64,
             tie_word_embeddings: self.pick(&[false, true]),
             max_position_embeddings: 128,
             bos_token_id: None,
             eos_token_id: Vec::new(),
+        }
+    }
+
+    fn rope_scaling(&mut self) -> Option<RopeScaling> {
+        let original_max_position_embeddings = 32;
+        match self.between(0, 5) {
+            0 => Some(RopeScaling::Linear { factor: 4.0 }),
+            1 => Some(RopeScaling::Llama3(Llama3Scaling {
+                factor: 4.0,
+                low_freq_factor: 1.0,
+                high_freq_factor: 4.0,
+                original_max_position_embeddings,
+            })),
+            2 => Some(RopeScaling::Yarn(YarnScaling {
+                factor: 4.0,
+                original_max_position_embeddings,
+                beta_fast: 4.0,
+                beta_slow: 1.0,
+                truncate: self.pick(&[false, true]),
+                attention_factor: self.pick(&[None, Some(1.5)]),
+                mscale: None,
+                mscale_all_dim: None,
+            })),
+            _ => None,
         }
     }
 

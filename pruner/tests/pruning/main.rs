@@ -103,7 +103,7 @@ fn with_useless_layer(model: &Transformer, place: usize) -> Transformer {
     layers.insert(place, 0);
     let mut planted = model.with_layers(&layers);
     let layer = &mut planted.layers[place];
-    (layer.o_proj, layer.down_proj) = (layer.o_proj.zeros_like(), layer.down_proj.zeros_like());
+    (layer.o_proj.weight, layer.down_proj.weight) = (layer.o_proj.weight.zeros_like(), layer.down_proj.weight.zeros_like());
     planted
 }
 
