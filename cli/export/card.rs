@@ -248,6 +248,11 @@ fn use_of(described: &Described<'_>, target: &str) -> String {
 }
 
 fn license(origin: &Origin) -> String {
+    if origin.from_scratch {
+        return "## Licence\n\nThe weights began as random numbers and were trained on the target's answers; what its licence says of those \
+                applies.\n"
+            .to_string();
+    }
     let of = match &origin.init {
         Some(Model { name, is_on_hub: true }) => format!("[{0}](https://huggingface.co/{0})", inline(name)),
         Some(init) => format!("`{}`", inline(&init.name)),

@@ -20,8 +20,9 @@ pub(super) struct Origin {
     pub(super) target: Option<Model>,
     /// Of the target, where that is a hub's.
     pub(super) revision: Option<String>,
-    /// What the drafter was begun as, which its licence comes from.
+    /// What the drafter was begun as, which its licence comes from; absent as well where only its shape was taken.
     pub(super) init: Option<Model>,
+    pub(super) from_scratch: bool,
     pub(super) license: Option<License>,
     /// `target cuda:0, drafter cuda:1`.
     pub(super) devices: Option<String>,
@@ -59,7 +60,8 @@ impl Origin {
         // Not by `configs`, which would look for prompts that nobody needs any more.
         let recipe: toml::Table = text.parse().with_context(|| format!("`{}` is no recipe", path.display()))?;
         let value = |section: &str, key: &str| Some(recipe.get(section)?.get(key)?.as_str()?.to_string());
-        let (target, init) = (value("target", "model"), value("drafter", "init"));
+        let from_scratch = recipe.get("drafter").and_then(|drafter| drafter.get("from_scratch")?.as_bool()).unwrap_or(false);
+        let (target, init) = (value("target", "model"), value("drafter", "init").filter(|_| !from_scratch));
         let device = |key: &str| value("devices", key).map(|device| format!("{key} {device}"));
         let devices: Vec<String> = ["target", "drafter"].into_iter().filter_map(device).collect();
         let target_model = target.as_deref().map(Model::named);
@@ -75,6 +77,7 @@ impl Origin {
             target: target_model,
             license: init.as_deref().and_then(License::of),
             init: init.as_deref().map(Model::named),
+            from_scratch,
             devices: Some(devices.join(", ")).filter(|devices| !devices.is_empty()),
             score,
             unscored,
@@ -88,7 +91,7 @@ impl Origin {
             notes.push("the checkpoint lies in no run, so that its target, licence and scores are not known".to_string());
         }
         notes.extend(self.unscored.clone());
-        if self.run.is_some() && self.license.is_none() {
+        if self.init.is_some() && self.license.is_none() {
             notes.push("the licence of the model that the drafter was begun as is not recorded here; look it up".to_string());
         }
         notes
