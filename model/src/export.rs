@@ -48,8 +48,8 @@ pub fn check_tensors(source: &Source, config: &ModelConfig) -> Result<(), Export
     let expected: BTreeMap<String, Vec<i64>> = config.parameter_shapes().into_iter().collect();
     let names: BTreeSet<String> = source.names().into_iter().collect();
     let named = |name: &String| format!("`{name}`");
-    let missing = expected.keys().filter(|name| !names.contains(*name)).map(named).collect();
-    let unexpected = names.iter().filter(|name| !expected.contains_key(*name)).map(named).collect();
+    let missing: Vec<String> = expected.keys().filter(|name| !names.contains(*name)).map(named).collect();
+    let unexpected: Vec<String> = names.iter().filter(|name| !expected.contains_key(*name)).map(named).collect();
     let mut faulty = Vec::new();
     if let Source::Safetensors { tensors, .. } = source {
         for (name, stored) in tensors {
@@ -69,7 +69,7 @@ pub fn check_tensors(source: &Source, config: &ModelConfig) -> Result<(), Export
     Err(ExportError::Tensors { path: source.path().to_path_buf(), list: list.concat() })
 }
 
-fn lines(what: &str, tensors: &Vec<String>) -> String {
+fn lines(what: &str, tensors: &[String]) -> String {
     if tensors.is_empty() {
         return String::new();
     }
