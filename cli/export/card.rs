@@ -26,8 +26,8 @@ pub(super) fn text(described: &Described<'_>) -> String {
         front_matter(origin, &checked.drafter.kind),
         format!("# {}\n\n", inline(name)),
         format!(
-            "A diffusion drafter for {target}: it writes blocks of tokens which that model, the target, verifies, so that the target answers \
-             faster without changing a token of its output. By itself it is no better a model than its size allows. Made with Drafthorse \
+            "A diffusion drafter for {target}: it writes blocks of tokens which that model, the target, verifies. The output stays the target's \
+             own; how much sooner it comes is below. By itself the drafter is no better a model than its size allows. Made with Drafthorse \
              {}.\n\n",
             env!("CARGO_PKG_VERSION")
         ),
@@ -106,7 +106,7 @@ fn facts(described: &Described<'_>) -> String {
     let mut rows = vec![("drafts for", target_name(origin) + &revision)];
     rows.extend(origin.init.iter().map(|init| ("begun as", model(init))));
     rows.extend([
-        ("kind", format!("`{}`: a whole {} model with its own embedding and head", inline(&drafter.kind), config.model_type)),
+        ("kind", format!("`{}`: a whole {} model, embedding and head included", inline(&drafter.kind), config.model_type)),
         ("layers", layers),
         ("parameters", format!("{:.1} million", parameters as f64 / 1e6)),
         ("weights", kind_name(*kind).to_string()),
