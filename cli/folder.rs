@@ -10,6 +10,7 @@ use anyhow::Context;
 use configs::{Recipe, Stop};
 use data::files::{sha256_hex, sha256_of_file};
 use data::manifest::{FILE_NAME, Manifest};
+use model::checkpoint::{BEST, DrafterFile, LATEST, load_drafter_file};
 
 use crate::BadRecipe;
 use crate::models::faster_dtype;
@@ -262,6 +263,25 @@ pub(crate) fn local_model(model: &str) -> anyhow::Result<PathBuf> {
          name its folder (relative to the recipe, starting with `./`)"
     );
     Err(BadRecipe(message).into())
+}
+
+/// The drafter's checkpoint that a path stands for: itself, or the best or latest one of a run or of its folder of checkpoints.
+pub(crate) fn checkpoint(path: &Path) -> anyhow::Result<(PathBuf, DrafterFile)> {
+    let train = path.join(Stage::Train.folder());
+    let linked = [&train, path].into_iter().flat_map(|folder| [BEST, LATEST].map(|link| folder.join(link)));
+    let is_drafter = |path: &PathBuf| path.is_file() || path.join("drafter.json").exists();
+    let found = std::iter::once(path.to_path_buf()).chain(linked).find(is_drafter);
+    let Some(folder) = found else {
+        return Err(BadRecipe(format!(
+            "`{}` is neither a drafter's checkpoint, which holds a drafter.json, nor the folder of a run that has trained one",
+            path.display()
+        ))
+        .into());
+    };
+    // By its own name, not that of a link which may move on.
+    let folder = fs::canonicalize(&folder).with_context(|| format!("cannot read `{}`", folder.display()))?;
+    let file = load_drafter_file(&folder)?;
+    Ok((folder, file))
 }
 
 fn file_hash(path: &Path) -> anyhow::Result<String> {

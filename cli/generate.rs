@@ -12,6 +12,7 @@ use anyhow::Context as _;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use configs::{Decoder, Drafts, Dtype, MOST_BLOCKS};
+use data::gguf::GgufFile;
 use data::prompts::Message;
 use data::tokenizer::Tokenizer;
 use evaluator::benchmark::decoder_name;
@@ -20,16 +21,15 @@ use evaluator::fan_out::FanOut;
 use evaluator::sampling::Sampler;
 use evaluator::{Drafter, asynchronous};
 use model::Transformer;
-use model::checkpoint::{BEST, DrafterFile, LATEST, load_drafter_file};
+use model::checkpoint::DrafterFile;
 use trainer::training::drafter_of;
 
 use self::answer::Answer;
 use self::screen::{Looks, Screen};
 use crate::BadRecipe;
-use crate::folder::{local_model, name_of};
+use crate::folder::{checkpoint, local_model, name_of};
 use crate::models::{self, Text};
 use crate::progress::Progress;
-use crate::stages::Stage;
 
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
@@ -37,8 +37,8 @@ pub(crate) struct GenerateArgs {
     /// The model that answers: a folder with safetensors, or a .gguf file.
     #[arg(long, value_name = "MODEL")]
     target: String,
-    /// The drafter: a checkpoint's folder, or a run's, of which the best checkpoint is taken, else the latest. The autoregressive decoder
-    /// takes no notice of it.
+    /// The drafter: a checkpoint's folder, or a run's, of which the best checkpoint is taken, else the latest; or a drafter's .gguf file.
+    /// The autoregressive decoder takes no notice of it.
     #[arg(long, value_name = "CHECKPOINT")]
     drafter: Option<PathBuf>,
     /// How: drafting ahead beside the target, drafting and verifying by turns, or the target alone. In f32 the text is the same.
@@ -295,23 +295,6 @@ fn load(args: &GenerateArgs, text: &Text, progress: &Progress) -> anyhow::Result
     Ok((target, drafter.transpose()?))
 }
 
-/// The checkpoint that a path stands for: itself, or the best or latest one of a run or of its folder of checkpoints.
-fn checkpoint(path: &Path) -> anyhow::Result<(PathBuf, DrafterFile)> {
-    let train = path.join(Stage::Train.folder());
-    let linked = [&train, path].into_iter().flat_map(|folder| [BEST, LATEST].map(|link| folder.join(link)));
-    let found = std::iter::once(path.to_path_buf()).chain(linked).find(|folder| folder.join("drafter.json").exists());
-    let Some(folder) = found else {
-        return Err(bad(format!(
-            "`{}` is neither a drafter's checkpoint, which holds a drafter.json, nor the folder of a run that has trained one",
-            path.display()
-        )));
-    };
-    // By its own name, not that of a link which may move on.
-    let folder = std::fs::canonicalize(&folder).with_context(|| format!("cannot read `{}`", folder.display()))?;
-    let file = load_drafter_file(&folder)?;
-    Ok((folder, file))
-}
-
 /// Refuses a drafter that was not made for this target, or for other answers than are asked for.
 fn check_fit(args: &GenerateArgs, text: &Text, folder: &Path, file: &DrafterFile) -> anyhow::Result<()> {
     let name = folder.display();
@@ -338,7 +321,11 @@ fn check_fit(args: &GenerateArgs, text: &Text, folder: &Path, file: &DrafterFile
         )));
     }
     // Vocabularies of one size may still be two. Ids that only one side names fill up its embedding.
-    let theirs = Tokenizer::from_file(&folder.join("tokenizer.json"))?;
+    let theirs = if folder.is_file() {
+        Tokenizer::from_gguf(&GgufFile::open(folder)?)?
+    } else {
+        Tokenizer::from_file(&folder.join("tokenizer.json"))?
+    };
     let differing = (0..target.vocab_size as u32).find_map(|id| {
         let (ours, theirs) = (text.tokenizer.token_text(id)?, theirs.token_text(id)?);
         (ours != theirs).then(|| format!("token {id} is {theirs:?} in `{name}` and {ours:?} in `{}`", args.target))

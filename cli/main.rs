@@ -5,6 +5,7 @@
 mod benchmarks;
 mod check;
 mod compare;
+mod export;
 mod folder;
 mod generate;
 mod inspect;
@@ -46,6 +47,7 @@ Start here:
   drafthorse check recipes/quickstart.toml                   what it would do, and with how much memory
   drafthorse compare runs/quickstart                         its checkpoints side by side, with intervals
   drafthorse generate --help                                 then watch its drafter at work on a prompt of yours
+  drafthorse export --help                                   and take it elsewhere
 
 A stage that is done is skipped, one that was cut short goes on where it was, and one whose inputs changed is refused with the list
 of what changed, unless --restart STAGE. Exit codes: 0 done, 1 failed, 2 bad usage or recipe, 3 interrupted and resumable; 130 ended
@@ -87,6 +89,8 @@ enum Command {
     /// Every checkpoint of every run and score named gets a line for each benchmark and decoder: τ, tokens per second, speedup, hit rate,
     /// and whether its output is the target's. Below stands how far it is from the first, prompt by prompt.
     Compare(compare::CompareArgs),
+    /// Write a checkpoint as a folder for `transformers`, with a model card, or as a GGUF file for llama.cpp.
+    Export(export::ExportArgs),
     /// Print responses in words: how many and how long, and some of them with what training supervises marked.
     Inspect(inspect::InspectArgs),
     /// Start one process for each device, which then train together.
@@ -181,6 +185,7 @@ fn dispatch(command: &Command, progress: &Progress, stop: &AtomicBool) -> anyhow
             compare::compare(args)?;
             Status::Done
         }
+        Command::Export(args) => return export::export(args, progress, stop),
         Command::Inspect(args) => {
             inspect::inspect(args)?;
             Status::Done

@@ -3,6 +3,8 @@
 //! This module knows where bytes lie, not what they mean: dequantisation and tensor names are the model crate's, the
 //! tokenizer's metadata keys are the tokenizer module's. Versions 2 and 3, little endian.
 
+pub mod writer;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{BufReader, ErrorKind, Read, Seek, SeekFrom};

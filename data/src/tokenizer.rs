@@ -1,8 +1,9 @@
 //! Text to token ids and back, from a Hugging Face `tokenizer.json` or from the metadata of a GGUF file; both end in the
-//! same tokenizer, which can be written out as a `tokenizer.json`.
+//! same tokenizer, which can be written out as either.
 
 mod from_gguf;
 mod stream;
+mod to_gguf;
 
 pub use stream::TextStream;
 
@@ -24,6 +25,8 @@ pub enum TokenizerError {
     Unsupported { path: PathBuf, key: &'static str, found: String, supported: String },
     #[error("`{}`: the tokenizer in its metadata is not valid: {reason}", path.display())]
     InvalidGguf { path: PathBuf, reason: String },
+    #[error("a GGUF file cannot express this tokenizer: {0}")]
+    NotExpressible(String),
     #[error("cannot encode a text of {bytes} bytes: {reason}")]
     Encode { bytes: usize, reason: String },
     #[error("cannot decode {tokens} tokens: {reason}")]

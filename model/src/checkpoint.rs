@@ -8,10 +8,12 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use data::chat::ChatTemplate;
+use data::gguf::GgufFile;
 use data::tokenizer::{SpecialTokens, Tokenizer};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
+use crate::gguf_export;
 use crate::tensor_file::{TensorFileError, save_safetensors_as};
 use crate::transformer::Transformer;
 use crate::weights::{self, WeightsError};
@@ -191,11 +193,16 @@ pub fn load(folder: &Path, kind: Kind, device: Device) -> Result<(Transformer, D
     Ok((model, drafter))
 }
 
-/// Reads only a checkpoint's `drafter.json`.
+/// Reads only a checkpoint's `drafter.json`, or what a drafter's GGUF file has of it.
 ///
 /// # Errors
 /// It is missing, or not of this form.
 pub fn load_drafter_file(folder: &Path) -> Result<DrafterFile, CheckpointError> {
+    if folder.is_file() {
+        let file = GgufFile::open(folder).map_err(WeightsError::from)?;
+        let wrong = |message| CheckpointError::DrafterFile { path: folder.to_path_buf(), message };
+        return gguf_export::drafter_file(&file).map_err(wrong);
+    }
     let path = folder.join("drafter.json");
     let wrong = |message: String| CheckpointError::DrafterFile { path: path.clone(), message };
     let text = fs::read_to_string(&path).map_err(|error| wrong(error.to_string()))?;

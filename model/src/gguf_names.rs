@@ -4,6 +4,7 @@ use data::gguf::{GgufError, GgufFile};
 use serde_json::{Value, json};
 
 use crate::dequantise::dequantise;
+use crate::gguf_export::STOP_KEYS;
 use crate::rope::{self, Llama3Scaling, RopeScaling, YarnScaling, plain_frequencies};
 use crate::weights::WeightsError;
 
@@ -108,7 +109,7 @@ pub(crate) fn config_json(file: &GgufFile) -> Result<Value, WeightsError> {
     let embedding = file.tensor("token_embd.weight");
     let vocabulary = embedding.and_then(|tensor| tensor.shape.first().copied());
     let mut stop = Vec::new();
-    for name in ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"] {
+    for name in STOP_KEYS {
         stop.extend(optional(file.unsigned(name))?.filter(|id| !stop.contains(id)));
     }
     Ok(json!({
@@ -135,7 +136,7 @@ pub(crate) fn config_json(file: &GgufFile) -> Result<Value, WeightsError> {
 /// Llama 3's scaling, recovered from the table of RoPE factors; `None` without a table.
 ///
 /// The table does not say how it was made. The largest factor is the scaling's own, the other values are those of every Llama 3.1 and
-/// later; that they are the right ones shows in every entry of the table.
+/// later, but for an original length that the metadata may name; that they are the right ones shows in every entry of the table.
 fn llama3_scaling(file: &GgufFile, rope_theta: f64, head_dim: u64) -> Result<Option<Llama3Scaling>, WeightsError> {
     let Some(table) = file.tensor(ROPE_FACTORS) else { return Ok(None) };
     let unsupported = |what: String| WeightsError::Unsupported { path: file.path.clone(), what };
@@ -147,11 +148,13 @@ fn llama3_scaling(file: &GgufFile, rope_theta: f64, head_dim: u64) -> Result<Opt
         )));
     }
     let factors = dequantise(table.kind, &file.read(table)?, pairs as usize);
+    let architecture = file.string("general.architecture")?;
+    let original = optional(file.unsigned(&format!("{architecture}.rope.scaling.original_context_length")))?;
     let scaling = Llama3Scaling {
         factor: shortest(f64::from(factors.iter().copied().fold(1.0, f32::max))),
         low_freq_factor: 1.0,
         high_freq_factor: 4.0,
-        original_max_position_embeddings: 8192,
+        original_max_position_embeddings: original.and_then(|length| i64::try_from(length).ok()).unwrap_or(8192),
     };
     for (pair, (&found, frequency)) in factors.iter().zip(plain_frequencies(rope_theta, head_dim as i64)).enumerate() {
         let expected = frequency / scaling.scale(frequency);

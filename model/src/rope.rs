@@ -244,7 +244,7 @@ impl YarnScaling {
     }
 
     /// What cosines and sines are multiplied by.
-    fn attention_factor(&self) -> f64 {
+    pub(crate) fn attention_factor(&self) -> f64 {
         let raised = |mscale: f64| if self.factor <= 1.0 { 1.0 } else { 0.1 * mscale * self.factor.ln() + 1.0 };
         match (self.attention_factor, self.mscale, self.mscale_all_dim) {
             (Some(given), ..) => given,

@@ -139,7 +139,11 @@ impl StoredTensor {
         Ok(file)
     }
 
-    fn kind(&self) -> Result<Kind, TensorFileError> {
+    /// The kind it is stored in.
+    ///
+    /// # Errors
+    /// It is none of libtorch's common ones.
+    pub fn kind(&self) -> Result<Kind, TensorFileError> {
         kind_of(self.dtype).ok_or_else(|| TensorFileError::Dtype {
             path: self.file.clone(),
             tensor: self.name.clone(),

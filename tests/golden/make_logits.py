@@ -13,6 +13,7 @@ Everything is seeded: the same versions give the same files. What is made:
 - `NAME.gguf` for some of them, in llama.cpp's names and its order of query and key rows;
 - `rope.json`: frequencies and attention factors of published configurations;
 - `dequantise.safetensors`: random blocks of every quantised ggml kind (`KIND.bytes`) and their values (`KIND.values`);
+- `quantise.safetensors`: values and the bytes that the gguf package makes of them, in the kinds that can be written;
 - `smollm2.safetensors`: logits of a rendered chat prompt on 64 columns, argmax and logsumexp over all columns;
 - `smollm2_greedy.json`: five chat prompts with the 64 tokens that greedy decoding gives.
 """
@@ -287,6 +288,20 @@ def ropes():
     (OUT / "rope.json").write_text(f"[\n{lines}\n]\n")
 
 
+def quantised():
+    """Blocks of ordinary weights, of zeros, of tiny and of large ones, and one whose quanta lie half-way between two numbers."""
+    random = np.random.default_rng(11)
+    blocks = random.normal(0, 1, (12, 32)).astype(np.float32) * np.float32([[0.02]] * 6 + [[1e-3], [40.0], [1e-6], [1.0], [0.3], [7.0]])
+    blocks[9] = 0
+    blocks[10] = (np.arange(32) - 15.5) * 2
+    blocks[10, 0] = 127
+    tensors = {"values": torch.from_numpy(blocks.reshape(-1))}
+    for name in ("F32", "F16", "BF16", "Q8_0"):
+        stored = gguf.quants.quantize(blocks, gguf.GGMLQuantizationType[name])
+        tensors[name] = torch.from_numpy(np.ascontiguousarray(stored).view(np.uint8).reshape(-1).copy())
+    save_file(tensors, OUT / "quantise.safetensors")
+
+
 @torch.no_grad()
 def sample_model():
     models = ROOT / ".models"
@@ -339,6 +354,7 @@ def main():
             assert torch.allclose(logits_of(back, ids), logits, atol=1e-4), name
     ropes()
     random_blocks()
+    quantised()
     sample_model()
 
 

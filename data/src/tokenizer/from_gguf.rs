@@ -5,18 +5,18 @@ use super::TokenizerError;
 use crate::gguf::GgufFile;
 use serde_json::{Map, Value, json};
 
-const MODEL: &str = "tokenizer.ggml.model";
-const PRE_TOKENIZER: &str = "tokenizer.ggml.pre";
-const TOKENS: &str = "tokenizer.ggml.tokens";
-const MERGES: &str = "tokenizer.ggml.merges";
+pub(super) const MODEL: &str = "tokenizer.ggml.model";
+pub(super) const PRE_TOKENIZER: &str = "tokenizer.ggml.pre";
+pub(super) const TOKENS: &str = "tokenizer.ggml.tokens";
+pub(super) const MERGES: &str = "tokenizer.ggml.merges";
 
-const TOKEN_TYPES: &str = "tokenizer.ggml.token_type";
+pub(super) const TOKEN_TYPES: &str = "tokenizer.ggml.token_type";
 
 /// GGUF's numbers for kinds of tokens: markers such as `<|im_end|>`, tokens that users added, and names for rows of the embedding that
 /// the tokenizer does not have.
-const CONTROL: i64 = 3;
-const USER_DEFINED: i64 = 4;
-const UNUSED: i64 = 5;
+pub(super) const CONTROL: i64 = 3;
+pub(super) const USER_DEFINED: i64 = 4;
+pub(super) const UNUSED: i64 = 5;
 
 /// Words with at most one mark before them, single digits, marks, line ends, other white space.
 const QWEN2_PATTERN: &str =
@@ -26,17 +26,17 @@ const LLAMA3_PATTERN: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// How a family of models prepares a text for merging.
-struct Rules {
-    name: &'static str,
-    normalizer: Value,
-    pre_tokenizer: Value,
+pub(super) struct Rules {
+    pub(super) name: &'static str,
+    pub(super) normalizer: Value,
+    pub(super) pre_tokenizer: Value,
     /// A word that is in the vocabulary is taken whole, even where merges would not lead to it.
-    ignore_merges: bool,
+    pub(super) ignore_merges: bool,
     /// Whether texts begin with the first token where the file does not say.
     begins_with_bos: bool,
 }
 
-fn all_rules() -> [Rules; 4] {
+pub(super) fn all_rules() -> [Rules; 4] {
     let byte_level =
         |use_regex: bool| json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex});
     let sequence = |first: Value, second: Value| json!({"type": "Sequence", "pretokenizers": [first, second]});
