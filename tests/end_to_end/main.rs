@@ -4,6 +4,7 @@
 mod bad_input;
 mod benchmarks;
 mod compare;
+mod dry_run;
 mod export;
 mod generate;
 mod inspect;
