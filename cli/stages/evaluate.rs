@@ -206,6 +206,7 @@ impl Scorer {
             checkpoint: name.clone(),
             kind: file.kind,
             target: name_of(recipe.target.model.as_ref()),
+            thinking: Some(recipe.target.thinking),
             dtype: models::kind_name(self.target.kind()).to_string(),
             drafter_dtype: models::kind_name(model.kind()).to_string(),
             block_size: shape.block_size,

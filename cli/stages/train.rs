@@ -50,6 +50,14 @@ impl Responses {
 pub(super) fn responses(context: &Context<'_>) -> anyhow::Result<Responses> {
     let mut rows = read_folder(&context.run.path.join(Stage::Regenerate.folder()))?;
     rows.sort_by(|one, other| (&one.id, one.turn).cmp(&(&other.id, other.turn)));
+    let thinking = context.recipe.target.thinking;
+    if let Some(row) = rows.iter().find(|row| row.thinking != thinking) {
+        anyhow::bail!(
+            "response `{}` was made with thinking = {}, and `target.thinking` is {thinking}; a drafter learns answers of one kind, so set              it as it was or use `drafthorse run RECIPE --restart regenerate`",
+            row.id,
+            row.thinking
+        );
+    }
     let all = rows.len();
     if context.recipe.data.truncated == Truncated::Drop {
         rows.retain(|row| row.finish_reason != FinishReason::Length);

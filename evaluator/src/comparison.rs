@@ -323,6 +323,14 @@ fn difference(entry: &Entry, reference: &Entry, decoder: &str, benchmark: &str) 
         difference.notes.push(format!("not compared: {} has no such figures", reference.label));
         return difference;
     };
+    // A template shows the mode in the prompts; where it does not, the answers are others all the same.
+    if let (Some(ours), Some(theirs)) = (entry.score.thinking, reference.score.thinking)
+        && ours != theirs
+    {
+        let with = |thinking| if thinking { "with" } else { "without" };
+        difference.notes.push(format!("not compared: one is {} thinking, the other {}", with(ours), with(theirs)));
+        return difference;
+    }
     let pairs = match pairs(ours, theirs) {
         Ok(pairs) => pairs,
         Err(reason) => {

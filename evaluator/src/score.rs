@@ -27,6 +27,9 @@ pub struct Score {
     pub checkpoint: String,
     pub kind: String,
     pub target: String,
+    /// Whether the target thought before it answered; absent from old files.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub thinking: Option<bool>,
     pub dtype: String,
     /// The drafter's. Empty in old files.
     #[serde(default)]
@@ -346,6 +349,7 @@ mod tests {
             checkpoint: "layers-29".to_string(),
             kind: "d3d".to_string(),
             target: "small".to_string(),
+            thinking: Some(false),
             dtype: "f32".to_string(),
             drafter_dtype: "bf16".to_string(),
             block_size: 8,

@@ -41,6 +41,7 @@ fn write_score(folder: &Path, checkpoint: &str, layers: usize, rounds: usize) {
         checkpoint: checkpoint.to_string(),
         kind: "d3d".to_string(),
         target: "small".to_string(),
+        thinking: Some(false),
         dtype: "f32".to_string(),
         drafter_dtype: "bf16".to_string(),
         block_size: 8,

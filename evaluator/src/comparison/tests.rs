@@ -41,6 +41,7 @@ fn entry(label: &str, layers: usize, rounds: &[usize], seconds: f64) -> Entry {
         checkpoint: label.to_string(),
         kind: "d3d".to_string(),
         target: "small.gguf".to_string(),
+        thinking: Some(false),
         dtype: "f32".to_string(),
         drafter_dtype: "bf16".to_string(),
         block_size: 8,
@@ -135,6 +136,11 @@ fn other_prompts_and_too_few_get_no_verdict() {
     let difference = difference_of(&[one.clone(), other.clone()]);
     assert_eq!((difference.tau, difference.speed_ratio, difference.prompts), (None, None, 0));
     assert_eq!(difference.notes, ["not compared: other prompts"]);
+    let mut thinking = entry("other", 30, &rounds(|_| 0), 0.03);
+    thinking.score.thinking = Some(true);
+    let difference = difference_of(&[one.clone(), thinking]);
+    assert_eq!((difference.tau, difference.prompts), (None, 0));
+    assert_eq!(difference.notes, ["not compared: one is with thinking, the other without"]);
 
     figures_of(&mut other, RANKED).by_prompt.clear();
     assert!(difference_of(&[one.clone(), other.clone()]).notes[0].contains("older versions"));

@@ -93,6 +93,7 @@ fn score() -> Score {
         checkpoint: "step-000030".to_string(),
         kind: "d3d".to_string(),
         target: "model".to_string(),
+        thinking: Some(false),
         dtype: "f32".to_string(),
         drafter_dtype: "f32".to_string(),
         block_size: 8,
